@@ -20,6 +20,7 @@ from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, UnreadableError
 
 _log = logging.getLogger("shardopt.checkpoint")
+_told: set[str] = set()  # URLs of damaged files, which removals read each time
 
 
 class Noted(NamedTuple):
@@ -56,7 +57,7 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
 
 
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
-    """Returns the metrics added to a checkpoint of this save; logs a damaged file, and returns none.
+    """Returns the metrics added to a checkpoint of this save; logs a damaged file, once, and returns none.
 
     Raises:
         CheckpointError: it cannot be read. UnreadableError: the disk fails to return what is there.
@@ -71,13 +72,18 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
         if data is None:
             return {}
         record = load_json(data, where)
-        return {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
+        added = {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
+        _told.discard(where)
+        return added
     except UnreadableError:  # an addition would replace what is there
         raise
     except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
-        _log.warning(
-            "%s is no record of metrics: add them again; the checkpoint itself is not touched by this [damaged]", where
-        )
+        if where not in _told:
+            _told.add(where)
+            _log.warning(
+                "%s is no record of metrics: add them again; the checkpoint itself is not touched by this [damaged]",
+                where,
+            )
         return {}
 
 

@@ -291,6 +291,17 @@ def test_metrics_that_were_added_are_read_again_only_where_a_rule_goes_by_them(t
     assert read == ["step-00000002.metrics.json"] * ("best" in rules)
 
 
+def test_a_damaged_file_of_metrics_that_were_added_is_told_once(tmp_path, caplog):
+    with checkpoint.Manager(tmp_path, keep=Retention(last=5, best=Best("loss", "min", 1))) as manager:
+        manager.save(1, {"x": torch.ones(3)})
+        for told in (1, 2):
+            manager.add_metrics(1, {"loss": 0.5})
+            (tmp_path / "step-00000001.metrics.json").write_text("")
+            for step in range(3):
+                manager.save(told * 10 + step, {"x": torch.ones(3)})
+            assert caplog.text.count("is no record of metrics") == told
+
+
 def test_nothing_is_removed_where_a_branch_begins_while_metrics_are_read(tmp_path, monkeypatch):
     inner = Keeper._kept
 
