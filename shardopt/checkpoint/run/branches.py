@@ -153,6 +153,8 @@ def branches_of(records: Iterable[Branch], ids: Iterable[CheckpointId] = (), whe
             begin = "begin a run in another directory"
             if newest.branch:
                 begin += f", with checkpoint.load of {newest.name} or another step"
+            if number > branches.current:
+                begin += f"; or move {newest.name} away, with all others above branch {branches.current}"
             remedy = f"copy {record_file(number)} from where the steps are from; if it is lost, {begin}"
             problem = Problem(where, f"no record of branch {number} of {last}", record_file(number), remedy)
             raise CorruptionError("nobody knows which steps are of the run", [problem])
