@@ -208,7 +208,7 @@ class Keeper(Task):
         rule goes by metrics: another job may add some, as one that evaluates.
         """
         rules, unread = self._run.rules, list[CheckpointId]()
-        known = {id: noted for id in sorted(whole) if (noted := self._noted.get(id)) is not None}
+        known = {id: had for id in sorted(whole) if (had := self._noted.get(id)) is not None}
         if rules.best is not None or rules.seconds is not None:
             for id in sorted(set(whole) - known.keys()):
                 try:
