@@ -239,7 +239,8 @@ class SimulatedOs:
         self._files.operate("stat", path)
         inode = self._files.get(path)
         kind = stat.S_IFDIR if inode.is_directory else stat.S_IFREG
-        return SimpleNamespace(st_mode=kind, st_size=len(inode.data), st_mtime=1e9 + inode.written)
+        written = 1e9 + inode.written
+        return SimpleNamespace(st_mode=kind, st_size=len(inode.data), st_mtime=written, st_ctime=written)
 
     def statvfs(self, path: str) -> Any:
         self._files.get(path)

@@ -124,8 +124,8 @@ def leftovers_in(storage: Storage, seconds: float = 0.0) -> list[str]:
     They are those of saves that broke off, or are under way. A host's share of a checkpoint has none.
 
     Args:
-        seconds: only of saves that have written none of their files for so long, by the clock of this host. Where the
-            storage does not know when files were written there are none then.
+        seconds: only of saves none of whose files was written, or copied here, for so long, by the clock of this host.
+            Where the storage does not know when there are none then.
     """
     files = [name for name in storage.names() if FILE_NAME.fullmatch(name) and not is_marker(name)]
     if not files or storage.is_link() or any(map(storage.exists, (MANIFEST_NAME, RECORD_NAME))):

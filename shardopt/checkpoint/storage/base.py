@@ -179,7 +179,7 @@ class Storage(ABC):
         return None
 
     def written_at(self, name: str) -> float | None:
-        """Returns when a file was last written, in seconds since 1970 by the storage's clock; None if it is unknown."""
+        """Returns when a file was last written, copied or moved here, in seconds since 1970; None if it is unknown."""
         return None
 
     def copy_of(self, name: str) -> int:

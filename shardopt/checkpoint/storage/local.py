@@ -46,8 +46,7 @@ _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_temporary` nam
 
 _CACHESTAT = 451  # the system call, which has no name in libc yet: pages of a file in the page cache, and four counts
 _SYNC_FILE_RANGE_WRITE = 2
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
+_RENAME_NOREPLACE, _AT_FDCWD = 1, -100
 _libc = ctypes.CDLL(None, use_errno=True)  # for what os has no name for
 _sync_file_range = getattr(_libc, "sync_file_range", None)  # of Linux
 if _sync_file_range is not None:
@@ -117,7 +116,8 @@ class LocalStorage(Storage):
         return status.st_size, status.st_mtime_ns  # not the inode, which some file systems number anew
 
     def written_at(self, name: str) -> float:
-        return os.stat(self._path(name)).st_mtime
+        status = os.stat(self._path(name))
+        return max(status.st_mtime, status.st_ctime)  # copies have the times at which their originals were written
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with _reading(self._path(name)), open(self._path(name), "rb") as file:

@@ -262,22 +262,26 @@ def test_prune_says_what_one_that_was_interrupted_has_left(run, monkeypatch, cap
 
 def test_prune_removes_what_broken_off_saves_have_left_but_none_that_may_be_under_way(run, capsys):
     """It used to say that it would remove nothing, on a disk that they had filled."""
-    now = time.time()
-    for step, ages in ((250, (30, 40)), (600, (30, 1)), (700, (1, 1)), (150, (1, 1))):  # in hours, of two saves
+    clock = FakeClock(time.time() + 30 * 3600)
+    for step, ages in ((250, (60, 80)), (600, (60, 1)), (700, (1, 1)), (150, (1, 1))):  # in hours, of two saves
         (run / f"step-00000{step}").mkdir()
         for i, age in enumerate(ages):
             for rank, more in ((0, 0), (1, 99)):
                 file = run / f"step-00000{step}" / f"{i}123456789ab-r0000{rank}.safetensors"
                 file.write_bytes(b"x" * 400)
-                os.utime(file, (0, now - (age + more) * 3600))
+                os.utime(file, (0, clock.now - (age + more) * 3600))
     before = sorted(run.rglob("*"))
-    assert main(["prune", str(run), "--keep-last", "5"]) == 0
+    document = listed(capsys, "prune", run, "--keep-last", "5", "--yes")  # it used to remove what was being copied here
+    assert not any(each["removable_bytes"] for each in document["leftovers"]) and sorted(run.rglob("*")) == before
+    with using(clock):
+        assert main(["prune", str(run), "--keep-last", "5"]) == 0
     said = capsys.readouterr().out
     assert "would remove 1.6 kB of step 250, which" in said and "would remove 800 B of step 600, which" in said
     assert "stays: 800 B of step 600, of a save that is under way" in said and "stays: 1.6 kB of step 700, of" in said
     assert "unfinished stay: step 150, of" in said and "of step 150" not in said
     assert sorted(run.rglob("*")) == before
-    document = listed(capsys, "prune", run, "--keep-last", "5", "--yes")
+    with using(clock):
+        document = listed(capsys, "prune", run, "--keep-last", "5", "--yes")
     assert [(each["url"][-3:], each["bytes"], each["removed_bytes"]) for each in document["leftovers"]] == [
         *(("150", 1600, 0), ("250", 1600, 1600), ("600", 1600, 800), ("700", 1600, 0))
     ]

@@ -21,6 +21,8 @@ from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.cli import main
 from shardopt.errors import CheckpointError, NoSpaceError
+from shardopt.world import using
+from tests.support.worlds import FakeClock
 
 
 def save(root, *steps, **options):
@@ -275,9 +277,9 @@ def test_what_killed_saves_of_a_step_have_left_goes_before_it_is_saved_again(tmp
         (tmp_path / step).mkdir()
         for name in (LEFT, young, young.replace("r00001", "r00000"), "notes.txt"):
             (tmp_path / step / name).write_bytes(b"x")
-            if name != young:
-                os.utime(tmp_path / step / name, (0, time.time() - 400))
-    save(tmp_path, 2)
+            os.utime(tmp_path / step / name, (0, time.time() + 390 if name == young else 0))
+    with using(FakeClock(time.time() + 400)):
+        save(tmp_path, 2)
     assert seen == [["aaaaaaaaaaaa-r00000.safetensors", young, "notes.txt"]]
     assert len(left_in(tmp_path / "step-00000009")) == 4  # which may be a save of another job
 
@@ -289,9 +291,8 @@ def test_leftovers_stay_while_checkpoints_need_them_or_this_process_writes_them(
     marker = "0123456789ab-r00000-999999999.safetensors"
     for name in (LEFT, marker):
         (base.parent / name).write_bytes(b"")
-        os.utime(base.parent / name, (0, 0))
     monkeypatch.setattr("shardopt.checkpoint.run.keeper.tracked_urls", lambda: [str(base.parent)])
-    with checkpoint.Manager(tmp_path) as manager:
+    with checkpoint.Manager(tmp_path) as manager, using(FakeClock(time.time() + 400)):
         manager._steps.branches()
         manager._steps._after.prepare(CheckpointId(1, 0), in_turn=True)
         assert left_in(base.parent) == sorted([base.name, LEFT, marker])
