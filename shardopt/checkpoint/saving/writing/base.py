@@ -86,7 +86,8 @@ class Base:
         self.kept: Kept | None = None
         self.prints: RowPrints | None = None
         self._lock = world().lock()
-        self.source = OwnSource(storage, data)
+        # Of a link too only beside it, where the new one will look: what lies beside its target is written again.
+        self.source = OwnSource(storage, data, parent[0].url if storage.is_link() else None)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
         self._with_deltas: dict[tuple[int, ...], FileWithDeltas] = {}

@@ -216,6 +216,20 @@ def test_a_link_outside_the_root_finds_what_its_checkpoint_refers_to(tmp_path):
     assert not checkpoint.verify(tmp_path / "latest").ok
 
 
+def test_a_base_that_is_a_link_gives_only_what_lies_beside_it(tmp_path, caplog):
+    """What lay beside its target only was referred to, and no save could be committed."""
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    save(root, 1)
+    save(root, 2, base=1)
+    root.rename(archive)
+    root.mkdir()
+    (root / "step-00000002").symlink_to(archive / "step-00000002")
+    assert save(root, 3, base=2).bytes_unchanged == SEGMENT_BYTES  # the row of step 2
+    assert "is written again" in caplog.text and is_as_saved(root / "step-00000003", app_of(3))
+    (root / "step-00000001").symlink_to(archive / "step-00000001")
+    assert save(root, 4, base=2).bytes_unchanged > 4 * 300_000
+
+
 @pytest.mark.parametrize(
     "path",
     [
