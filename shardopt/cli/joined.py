@@ -29,10 +29,12 @@ def joined() -> Iterator[Ranks]:
         yield Ranks(None)
         return
     others = f"the other ranks of WORLD_SIZE={size} at MASTER_ADDR={host}, MASTER_PORT={port}"
-    if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun starts them itself
+    timeout = None  # torch's own: torchrun starts the others itself, and ends all if one fails
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        timeout = timedelta(seconds=_DEADLINE_SECONDS)
         print(f"RANK={rank} waits up to {_DEADLINE_SECONDS:g} s for {others}", file=sys.stderr, flush=True)
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=_DEADLINE_SECONDS))
+        dist.init_process_group("gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:  # torch's for a store or ranks that are not there, and for no number
         remedy = f"start all ranks by one launcher; for this process alone unset {', '.join(_VARIABLES)}"
         problem = Problem(f"RANK={rank}", str(error).partition("\n")[0], others, remedy)

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.metadata import version
 
 import pytest
@@ -53,6 +54,20 @@ def test_a_world_size_that_an_earlier_job_has_left_is_no_launcher(monkeypatch, c
     said = capsys.readouterr().err
     assert "RANK=0 waits up to 0.2 s for the other ranks of WORLD_SIZE=2 at MASTER_ADDR=localhost" in said
     assert "the ranks of the launcher were not found" in said and "unset RANK, WORLD_SIZE" in said
+
+
+def test_ranks_that_torchrun_starts_may_come_late(monkeypatch):
+    asked = []
+    monkeypatch.setattr(joined.dist, "init_process_group", lambda *given, **options: asked.append(options["timeout"]))
+    monkeypatch.setattr(joined.dist, "destroy_process_group", lambda: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with joined.joined():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with joined.joined():
+        pass
+    assert asked == [timedelta(seconds=60), None]  # torch's own
 
 
 def test_nothing_to_write(tmp_path, capsys):
