@@ -15,7 +15,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.storage import Storage, is_temporary, storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
 from shardopt.cli.output import Output, Span
-from shardopt.errors import CheckpointError, ShardoptError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, ShardoptError
 
 
 def verify(output: Output, *, urls: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
 
     Returns:
         1 if one is damaged or missing, or nothing is complete. A step without a manifest counts as missing unless
-        another step of its root is complete.
+        another step of its root is complete, and one that is gone, as by retention, unless a higher one is.
     """
     results, unfinished = list[dict[str, Any]](), list[tuple[str, str]]()
     for url, is_listed in ((each, each != given) for given in urls for each in _steps_of(given)):
@@ -72,11 +72,28 @@ def _is_unfinished(step: Storage, is_listed: bool) -> bool:
     return names == ours and (is_listed or Root(step).is_there())
 
 
+def _is_outlived(step: Storage) -> bool:
+    """Whether this is named as a step, and a higher one beside it is complete: retention removes lower ones."""
+    parent = step.parent()
+    id = None if parent is None else parse_id(parent[1])
+    if parent is None or id is None:
+        return False
+    root = Root(parent[0])
+    try:
+        with wrap_os_errors(f"look into {root.url}"):
+            return any(each.step > id.step and root.is_committed(each) for each in reversed(root.ids()))
+    except CheckpointError:
+        return False
+
+
 def _verify(output: Output, url: str) -> dict[str, Any]:
     try:
         with progress_bar("verifying") as progress:
             report = verify_checkpoint(url, progress=progress)
     except ShardoptError as error:
+        if isinstance(error, CheckpointNotFoundError) and _is_outlived(storage_of(url)):
+            output.line(f"{url}: ", Span("no manifest, but a higher step is complete: it was removed", "yellow"))
+            return {"url": url, "ok": None}
         output.error(error)
         return {"url": url, "ok": False, "error": error.to_json()}
     for problem in report.problems:

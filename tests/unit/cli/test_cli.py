@@ -320,6 +320,30 @@ def test_verify_takes_a_root_or_a_pattern_beside_a_save_under_way(tmp_path, caps
     assert main(["verify", *pattern]) == 1
 
 
+def test_verify_takes_no_step_for_damaged_that_retention_removes_meanwhile(tmp_path, monkeypatch, capsys):
+    from shardopt.checkpoint.converting import verify
+
+    inner = verify._check_file
+    with checkpoint.Manager(tmp_path, keep=2) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.ones(3)})
+        steps = sorted(map(str, tmp_path.glob("step-*")))  # which the shell has put in the place of a pattern
+        manager.save(3, {"x": torch.ones(3)})
+        assert main(["verify", *steps, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["checkpoints"]
+        assert [(each["url"][-1], each["ok"]) for each in found] == [("1", None), ("2", True)]
+
+        def check(*arguments):
+            manager.save(4, {"x": torch.ones(3)})
+            return inner(*arguments)
+
+        monkeypatch.setattr(verify, "_check_file", check)
+        assert main(["verify", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "step-00000002: no manifest, but a higher step is complete" in said.out and said.err == ""
+    assert main(["verify", steps[0]]) == 1  # nothing is complete
+
+
 def test_verify_tells_of_damage_by_its_status(saved, capsys):
     assert main(["verify", str(saved)]) == 0
     assert "every byte is as it was written" in capsys.readouterr().out
