@@ -29,7 +29,10 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
     """
     results, unfinished = list[dict[str, Any]](), list[tuple[str, str]]()
     for url, is_listed in ((each, each != given) for given in urls for each in _steps_of(given)):
-        root, _, name = storage_of(url).url.rpartition("/")
+        try:
+            root, _, name = storage_of(url).url.rpartition("/")
+        except ShardoptError:  # it cannot be opened, as the verification says
+            root = name = ""
         if parse_id(name.removesuffix(record_name(""))) and not parse_id(name):
             output.line(f"{url}: metrics of a step, and no checkpoint")
         elif parse_id(name) and _is_unfinished(storage_of(url), is_listed):
@@ -49,10 +52,10 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
 
 def _steps_of(url: str) -> list[str]:
     """Returns the URLs of all steps under the root of a run; the URL itself where it is none."""
-    root = Root(storage_of(url))
     try:
+        root = Root(storage_of(url))
         ids = root.ids()
-    except CheckpointError:  # which the verification names, if it is a checkpoint
+    except ShardoptError:  # which the verification names, if it is a checkpoint
         return [url]
     return [root.checkpoint(id).url for id in ids] or [url]
 

@@ -288,9 +288,10 @@ def test_errors_are_one_line_that_names_what_explains_it_and_one_document(tmp_pa
 
 
 def test_verify_continues_after_one_that_is_not_there(saved, tmp_path, capsys):
-    assert main(["verify", str(tmp_path / "nowhere"), str(saved), "--json"]) == 1
-    first, second = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert main(["verify", str(tmp_path / "nowhere"), "nonsense://x", str(saved), "--json"]) == 1
+    first, other, second = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (first["ok"], first["error"]["type"]) == (False, "CheckpointNotFoundError")
+    assert (other["ok"], other["error"]["code"]) == (False, "storage-failed")
     assert (second["ok"], second["tensors"], second["problems"]) == (True, 1, [])
 
 
