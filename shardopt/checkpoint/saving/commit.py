@@ -203,7 +203,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems, code="files-missing")
     try:
-        with explain_no_space(storage, "the manifest", data.__len__, lambda: 0):
+        with explain_no_space(storage, "the manifest", data.__len__, lambda: 0, manifest.save_id):
             exclusive = storage.publish_new(MANIFEST_NAME, data)
     except FileExistsError:
         raise _taken(storage) from None

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from shardopt.checkpoint.format.constants import save_id_in
 from shardopt.checkpoint.sources.referred import leftovers_in
 from shardopt.checkpoint.storage import Storage
 from shardopt.checkpoint.text import plural
@@ -17,7 +18,7 @@ _FEW_FILES = 100  # that can still be made: then inodes may be what has run out
 
 @contextmanager
 def explain_no_space(
-    storage: Storage, content: str, needed: Callable[[], int], written: Callable[[], int]
+    storage: Storage, content: str, needed: Callable[[], int], written: Callable[[], int], save_id: str = ""
 ) -> Iterator[None]:
     """Turns the operating system's error for a full disk into NoSpaceError, with numbers of bytes.
 
@@ -25,6 +26,7 @@ def explain_no_space(
         content: of the file, in words, for the message.
         needed: bytes of all of it.
         written: bytes of it that are there already.
+        save_id: of the save, of which all files in the directory are that were not left there; "" for unknown.
     """
     try:
         yield
@@ -41,13 +43,13 @@ def explain_no_space(
             key=storage.url,
             found=f"{there}{written():,} of the bytes written{quota}",
             required=f"{needed():,} bytes for {content}{inodes}",
-            remedy=f"{_leftovers(storage)}make room, keep fewer checkpoints (keep=), or save to another disk",
+            remedy=f"{_leftovers(storage, save_id)}make room, keep fewer checkpoints (keep=), or save to another disk",
         )
         raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error
 
 
-def _leftovers(storage: Storage) -> str:
-    """Returns the remedy for what broken-off saves have left on this disk, in directories beside this one, if any."""
+def _leftovers(storage: Storage, save_id: str) -> str:
+    """Returns the remedy for what broken-off saves have left on this disk, here and in directories beside, if any."""
     parent, found = storage.parent(), dict[str, int]()
     if parent is None or storage.is_remote:
         return ""
@@ -55,7 +57,9 @@ def _leftovers(storage: Storage) -> str:
     with suppress(OSError, CheckpointError):
         for name in root.names():
             beside = root.child(name)
-            found[name] = 0 if name == own else sum(map(beside.size, leftovers_in(beside)))
+            if name != own or save_id:
+                left = (each for each in leftovers_in(beside) if name != own or save_id_in(each) != save_id)
+                found[name] = sum(map(beside.size, left))
     names = [name for name, nbytes in found.items() if nbytes]
     if not names:
         return ""

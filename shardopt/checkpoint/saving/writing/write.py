@@ -51,7 +51,7 @@ def write_files(
         begun = file_name(save_id, writes.rank, slots[len(files)])
         return sum(file.nbytes for file in files) + (storage.size(begun) if storage.exists(begun) else 0)
 
-    with explain_no_space(storage, "the data files of this rank", needed, written):
+    with explain_no_space(storage, "the data files of this rank", needed, written, save_id):
         for slot in slots:
             file = _File(writes, slot, tensor_of, values[slot], done)
             name = file_name(save_id, writes.rank, slot)

@@ -327,11 +327,14 @@ def test_the_error_of_a_full_disk_names_what_broken_off_saves_have_left(tmp_path
         (tmp_path / f"step-0000000{step}").mkdir()
         (tmp_path / f"step-0000000{step}" / LEFT).write_bytes(b"x" * 500)
 
+    inner = LocalStorage.write
+
     def full(self, name, buffers):
+        inner(self, name, buffers)  # of this save, which removes it
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(LocalStorage, "write", full)
     with pytest.raises(NoSpaceError) as refused:
         save(tmp_path, 9)
-    left = "2,000 bytes that broken-off saves have left in step-00000005, step-00000006, step-00000007 and 1 more of "
+    left = "2,500 bytes that broken-off saves have left in step-00000005, step-00000006, step-00000007 and 2 more of "
     assert f"{left}{tmp_path}, if no job saves there" in str(refused.value)
