@@ -38,7 +38,11 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
         elif parse_id(name) and _is_unfinished(storage_of(url), is_listed):
             unfinished.append((root, url))
         else:
-            results.append(_verify(output, url))
+            result = _verify(output, url, may_be_gone=True)
+            if result["ok"] is None:
+                unfinished.append((root, url))
+            else:
+                results.append(result)
     complete = {str(result["url"]).rpartition("/")[0] for result in results if result["ok"]}
     for root, url in unfinished:
         if root not in complete:
@@ -89,13 +93,17 @@ def _is_outlived(step: Storage) -> bool:
         return False
 
 
-def _verify(output: Output, url: str) -> dict[str, Any]:
+def _verify(output: Output, url: str, may_be_gone: bool = False) -> dict[str, Any]:
+    """Verifies one, and returns the result as JSON.
+
+    Args:
+        may_be_gone: whether nothing is said of a step that retention may have removed; `ok` is None then.
+    """
     try:
         with progress_bar("verifying") as progress:
             report = verify_checkpoint(url, progress=progress)
     except ShardoptError as error:
-        if isinstance(error, CheckpointNotFoundError) and _is_outlived(storage_of(url)):
-            output.line(f"{url}: ", Span("no manifest, but a higher step is complete: it was removed", "yellow"))
+        if may_be_gone and isinstance(error, CheckpointNotFoundError) and _is_outlived(storage_of(url)):
             return {"url": url, "ok": None}
         output.error(error)
         return {"url": url, "ok": False, "error": error.to_json()}

@@ -332,7 +332,9 @@ def test_verify_takes_no_step_for_damaged_that_retention_removes_meanwhile(tmp_p
         manager.save(3, {"x": torch.ones(3)})
         assert main(["verify", *steps, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["checkpoints"]
-        assert [(each["url"][-1], each["ok"]) for each in found] == [("1", None), ("2", True)]
+        assert [(each["url"][-1], each["ok"]) for each in found] == [("2", True), ("1", None)]
+        assert main(["verify", *steps, str(tmp_path / "step-00000004")]) == 1  # which retention does not remove
+        capsys.readouterr()
 
         def check(*arguments):
             manager.save(4, {"x": torch.ones(3)})
@@ -341,8 +343,8 @@ def test_verify_takes_no_step_for_damaged_that_retention_removes_meanwhile(tmp_p
         monkeypatch.setattr(verify, "_check_file", check)
         assert main(["verify", str(tmp_path)]) == 0
     said = capsys.readouterr()
-    assert "step-00000002: no manifest, but a higher step is complete" in said.out and said.err == ""
-    assert main(["verify", steps[0]]) == 1  # nothing is complete
+    assert "step-00000002: no manifest: a save is under way, or broke off, or it was removed" in said.out
+    assert said.err == "" and main(["verify", steps[0]]) == 1 and "there is no checkpoint" in capsys.readouterr().err
 
 
 def test_verify_tells_of_damage_by_its_status(saved, capsys):
