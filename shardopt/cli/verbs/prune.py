@@ -42,6 +42,9 @@ def prune(
     abandoned, or the beginning of a branch stays, and so do files to which something refers that stays. Of what is
     unfinished only files go that nobody has written to for a day.
 
+    Returns:
+        1 if some of these could not be looked at or removed; the others are.
+
     Raises:
         OptionError: something would be removed, and no checkpoint of the run has the metric of `best`.
     """
@@ -90,7 +93,7 @@ def prune(
     _print_unfinished(output, listing, newest, [each["url"] for each in leftovers if each["removable_bytes"]])
     urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in unwanted if yes]}
     output.data({**ls.document(listing, rules, kept), **urls, "leftovers": leftovers})
-    return 0
+    return 1 if any("error" in each for each in leftovers) else 0
 
 
 def _print_unfinished(output: Output, listing: RunListing, newest: int, but: Collection[str]) -> None:
@@ -108,37 +111,59 @@ def _print_unfinished(output: Output, listing: RunListing, newest: int, but: Col
 
 
 def _clear_leftovers(output: Output, listing: RunListing, newest: int, yes: bool) -> list[dict[str, Any]]:
-    """Tells of the files of saves that broke off, and removes them; returns them as JSON.
+    """Tells of the files of saves that broke off, and removes them; returns them as JSON, with errors if that failed.
 
     Those that were written of late stay: they may be of a save, or of a copy from a tier, that is under way.
 
     Args:
         newest: the step below which the next save of the run removes them.
     """
-    found = list[dict[str, Any]]()
-    for each in listing.checkpoints:
-        if each.condition != "unfinished" or each.id is None:
-            continue
-        storage = storage_of(each.url)
-        with wrap_os_errors(f"remove leftovers of {each.url}"), suppress(FileNotFoundError):  # that save has ended
-            sizes = {name: storage.size(name) for name in leftovers_in(storage)}
-            dead = sum(sizes.get(name, 0) for name in leftovers_in(storage, _DEAD_SECONDS))
-            left, step = sum(sizes.values()) - dead, f"of step {_name(each)}"
-            if dead or left:
-                removed = dead if yes else 0
-                found.append({"url": each.url, "bytes": dead + left, "removable_bytes": dead, "removed_bytes": removed})
-            if dead and yes:
-                remove_leftovers(storage, _DEAD_SECONDS)
-                output.line(
-                    Span("removed ", "red"), f"{nbytes_text(dead)} {step}, which saves that broke off have left"
-                )
-            elif dead:
-                what = f"{nbytes_text(dead)} {step}, which saves that broke off have left"
-                output.line(Span(f"would remove {what}; --yes removes them", "yellow"))
-            if left and each.id.step >= newest:
-                why = "of a save that is under way, or broke off less than a day ago, as far as is known"
-                output.line(f"stays: {nbytes_text(left)} {step}, {why}; remove {each.url} if no job saves there")
+    found, errors = list[dict[str, Any]](), dict[str, CheckpointError]()
+    unfinished = [(each, each.id) for each in listing.checkpoints if each.condition == "unfinished" and each.id]
+    if storage_of(listing.url).is_remote:  # which would cost a request for each file, and remove none
+        steps = ", ".join(_name(each) for each, id in unfinished if id.step >= newest)
+        if steps:
+            why = "of saves that are under way, or broke off; a store does not say when files were written"
+            output.line(f"unfinished stay: step {steps}, {why}; remove them if no job saves there")
+        return []
+    for each, id in unfinished:
+        left = {"url": each.url, "bytes": 0, "removable_bytes": 0, "removed_bytes": 0}
+        try:
+            with wrap_os_errors(f"remove leftovers of {each.url}"), suppress(FileNotFoundError):  # that save has ended
+                _clear(output, each, left, id.step >= newest, yes)
+        except CheckpointError as error:
+            errors[str(error)] = error  # once, of what all need
+            left["error"] = error.to_json()
+        if left["bytes"] or "error" in left:
+            found.append(left)
+    for failure in errors.values():
+        output.error(failure)
     return found
+
+
+def _clear(output: Output, each: Listed, left: dict[str, Any], stays: bool, yes: bool) -> None:
+    """Does so for one directory.
+
+    Args:
+        left: the entry of it, to be filled in.
+        stays: whether to tell of what stays.
+    """
+    storage = storage_of(each.url)
+    sizes = {name: storage.size(name) for name in leftovers_in(storage)}
+    dead = sum(sizes.get(name, 0) for name in leftovers_in(storage, _DEAD_SECONDS))
+    left["bytes"], left["removable_bytes"] = sum(sizes.values()), dead
+    step = f"of step {_name(each)}"
+    what = f"{nbytes_text(dead)} {step}, which saves that broke off have left"
+    if dead and yes:
+        remove_leftovers(storage, _DEAD_SECONDS)
+        left["removed_bytes"] = dead
+        output.line(Span("removed ", "red"), what)
+    elif dead:
+        output.line(Span(f"would remove {what}; --yes removes them", "yellow"))
+    young = left["bytes"] - dead
+    if young and stays:
+        why = "of a save that is under way, or broke off less than a day ago, as far as is known"
+        output.line(f"stays: {nbytes_text(young)} {step}, {why}; remove {each.url} if no job saves there")
 
 
 def _refuse_changed(root: str, listing: RunListing, kept: Collection[CheckpointId]) -> None:

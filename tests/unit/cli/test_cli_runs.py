@@ -16,6 +16,7 @@ from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.checkpoint.storage.base import unreadable
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.cli import main
 from shardopt.world import using
 from tests.support.worlds import FakeClock
@@ -287,6 +288,39 @@ def test_prune_removes_what_broken_off_saves_have_left_but_none_that_may_be_unde
     ]
     assert [len(list((run / f"step-00000{step}").iterdir())) for step in (150, 250, 600, 700)] == [4, 0, 2, 4]
     assert steps_in(run) == [100, 200, 300, 400, 500]
+
+
+def test_prune_removes_other_leftovers_where_some_cannot_be_removed(run, monkeypatch, capsys):
+    inner = LocalStorage.remove
+
+    def remove(self, name):
+        if "step-00000600" in self.url:
+            raise PermissionError(13, "Permission denied", f"{self.url}/{name}")
+        inner(self, name)
+
+    monkeypatch.setattr(LocalStorage, "remove", remove)
+    for step in (600, 700):
+        (run / f"step-00000{step}").mkdir()
+        (run / f"step-00000{step}" / "0123456789ab-r00000.safetensors").write_bytes(b"x" * 100)
+    with using(FakeClock(time.time() + 90_000)):
+        document = listed(capsys, "prune", run, "--keep-last", "5", "--yes", status=1)
+    assert [(each["removed_bytes"], "error" in each) for each in document["leftovers"]] == [(0, True), (100, False)]
+    assert [len(list((run / f"step-00000{step}").iterdir())) for step in (600, 700)] == [1, 0]
+
+
+def test_prune_asks_a_store_for_no_sizes_of_what_it_leaves(tmp_path, monkeypatch, capsys):
+    root = f"memory:///{tmp_path.name}/run"
+    with checkpoint.Manager(root) as manager:
+        manager.save(1, {"step": 1})
+    fs, path = fsspec.core.url_to_fs(root)
+    asked, inner = [], RemoteStorage.size
+    monkeypatch.setattr(RemoteStorage, "size", lambda self, name: (asked.append(name), inner(self, name))[1])
+    for rank in range(9):
+        fs.pipe(f"{path}/step-00000005/0123456789ab-r0000{rank}.safetensors", b"x")
+    assert main(["prune", root, "--keep-last", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "unfinished stay: step 5, of saves that are under way" in said
+    assert not any(name.endswith(".safetensors") and "0123456789ab" in name for name in asked)
 
 
 def test_prune_of_a_run_that_changes_removes_nothing(run, monkeypatch, capsys):
