@@ -46,7 +46,7 @@ class Adafactor(CommunicatingOptimizer, torch.optim.Adafactor):
     `row_var` and `col_var`, or `variance`, in the parameter's dtype, each cut as the parameter is.
 
     A step makes two all-reduces for every process group among which parameters are cut. If these are more than two
-    ranks, and others have replicas, each is followed by a broadcast from the first replica. No device is waited for,
+    ranks, and others have replicas, each is followed by one that gives these the first one's. No device is waited for,
     unless a `step` was put on one, or where a parameter is a ShardedTensor: then ranks ask each other whether it has a
     gradient.
     """

@@ -312,8 +312,8 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
         rounds = [(batch, self.equations_of(batch)) for batch in self.batches(steps)]
         terms = _next_terms(steps, rounds)
         self._reduce(terms)
-        self._agree(steps)  # on what the ranks of these cuts have counted, not other replicas
-        self._equate(terms)
+        self._equate(terms, self._counts(steps))
+        self._agree(steps)  # replicas too, if they wait for each other in the next exchange
         while terms := _next_terms(steps, rounds):
             self._reduce(terms)
             self._equate(terms)
@@ -322,8 +322,12 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     def _reduce(self, terms: Iterable[Term]) -> None:
         all_reduce_terms(terms)
 
-    def _equate(self, terms: Collection[Term]) -> None:
-        equate_sums(terms)
+    def _equate(self, terms: Collection[Term], counts: Sequence[Tensor] = ()) -> None:
+        equate_sums(terms, counts)
+
+    def _counts(self, steps: Sequence[Any]) -> Sequence[Tensor]:
+        """Returns those numbers of the first exchange that `_agree` reads."""
+        return [step.counts for step in steps if step.cuts]
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device.

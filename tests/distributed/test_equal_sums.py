@@ -1,5 +1,7 @@
 """Replicas that add up the same numbers in process groups of their own, which a backend may do in another order."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,17 +70,36 @@ def all_trained():
     return [trained(mesh, *case) for case in CASES]
 
 
-def refused_in_one_replica():
-    """What each rank raises where a rank of the second replica alone has no gradient."""
+def recovered(algorithm, placements, refuses):
+    """What this rank raised when one of the second replica failed a step, and its weights once all stepped anew."""
     mesh = init_device_mesh("cpu", (2, 3))
-    weight = torch.nn.Parameter(shard(torch.ones(24, 12), mesh, *HYBRID))
-    optimizer = shardopt.keyed("lamb", {"w": weight})
-    weight.grad = None if dist.get_rank() == 4 else torch.ones_like(weight)
-    if dist.get_rank() < 3:
-        return None
+    weight = torch.nn.Parameter(shard(torch.ones(24, 12), mesh, *placements))
+    optimizer = shardopt.keyed(algorithm, {"w": weight}, lr=0.1, weight_decay=0.1)
+    optimizer.init_state()
+    before = copy.deepcopy(optimizer.state_dict())
+    whole = torch.randn(24, 12, generator=torch.Generator().manual_seed(0))
+    weight.grad = shard(whole, mesh, *placements)
+    if dist.get_rank() == 4:
+        weight.grad = assemble(weight, [weight.grad.to_local().to_sparse()]) if refuses else None
     with pytest.raises(GradientError) as raised:
         optimizer.step()
-    return raised.value.code
+    assert torch.equal(weight.to_local(), torch.ones_like(weight.to_local()))
+    optimizer.load_state_dict(before)
+    weight.grad = shard(whole, mesh, *placements)
+    optimizer.step()
+    return raised.value.code, weight.to_local().detach()
+
+
+FAILED = [
+    ("lamb", HYBRID, False),
+    ("adafactor", HYBRID, False),
+    ("adafactor", HYBRID, True),
+    ("rowwiseadagrad", COLUMNS, True),
+]
+
+
+def all_recovered():
+    return [recovered(*case) for case in FAILED]
 
 
 def test_replicas_whose_groups_add_up_in_another_order_stay_the_same():
@@ -97,8 +118,13 @@ def of_four():
         optimizer.step()
 
 
-def test_what_one_replica_counts_is_not_overwritten_by_the_first():
-    assert run_ranks(6, refused_in_one_replica) == [None] * 3 + ["missing-gradient"] * 3
+def test_what_one_replica_lacks_or_refuses_all_raise_in_the_same_step():
+    ranks = run_ranks(6, all_recovered)
+    for number, (*_, refuses) in enumerate(FAILED):
+        codes = {rank: ranks[rank][number][0] for rank in range(6)}
+        assert {code for rank, code in codes.items() if not (refuses and rank == 4)} == {"missing-gradient"}
+        for first, second in zip(ranks[:3], ranks[3:], strict=True):
+            assert torch.equal(first[number][1], second[number][1])
 
 
 def test_sums_of_two_ranks_and_of_no_replicas_are_sent_to_nobody():

@@ -3,12 +3,12 @@
 θ parameter, G gradient; a subclass says which of θ, G and the update U are measured.
 
 Each rank computes the squares of its own elements in float64. One all-reduce for each process group among which
-parameters are cut makes them those of whole parameters, all in one buffer (and one broadcast, where further ranks have
-replicas, makes these equal); then the step is taken. So norms differ
-between meshes in the last bits of float64, and the factor made of them, which is rounded to the dtype that is computed
-in, hardly ever does: everything else is elementwise. What is measured before the exchange is not kept but computed
-again, so that nothing has changed where a rank refuses its gradient, and there is never more scratch memory than for
-one batch of parameters, or one local tensor.
+parameters are cut makes them those of whole parameters, all in one buffer (and one more, where others have replicas of
+what three ranks or more cut, makes these equal); then the step is taken. So norms differ between meshes in the last
+bits of float64, and the factor made of them, which is rounded to the dtype that is computed in, hardly ever does:
+everything else is elementwise. What is measured before the exchange is not kept but computed again, so that nothing has
+changed where a rank refuses its gradient, and there is never more scratch memory than for one batch of parameters, or
+one local tensor.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ who touched which of them. Where a lookup's own backward takes the step, all kno
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardopt.algorithms.reductions import Term
+from shardopt.algorithms.reductions import Term, equated_replicas
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
 from shardopt.algorithms.row_wise.row_kernels import Numbers
 from shardopt.algorithms.row_wise.row_rules import (
@@ -49,10 +48,8 @@ class RowShares(SharedRows):
         shape, dtype = view_of(parameter).shape, moment_dtype(view_of(parameter).dtype)
         super().__init__(parameter, cuts, dtype)
         self._dims, self._dtype = range(1, len(shape)), dtype
-        # Replicas have to agree on how many rows they add up, since the first one's sums go to all.
-        replicas = dict.fromkeys(group for cut in cuts for group in cut.replicas)
-        exact = (replace(cut, replicas=()) for cut in cuts)
-        self._askers = (*exact, *(ShardGroup(group, frozenset()) for group in replicas))
+        # Replicas have to agree on how many rows they add up where the first one's sums go to all.
+        self._ranks = prod(group.size() for group in (*(cut.group for cut in cuts), *equated_replicas(cuts)))
         self._width = max(prod(shape[1:]), 1)
         self._alike: Tensor | None = None
         self._sums: tuple[Tensor, ...] = ()
@@ -75,7 +72,7 @@ class RowShares(SharedRows):
             self.flag += 1
             if isinstance(self.parameter, DTensor) and len(gradients) == 1:
                 self._alike.copy_(_described(gradients[0]))
-        yield from ((memory, self._askers) for memory in (self.flag, self._alike))
+        yield from ((memory, self.cuts) for memory in (self.flag, self._alike))
 
     def asked(self) -> tuple[Tensor, ...]:
         """Returns `flag`, and whether all ranks have described the same rows, unless they knew it beforehand."""
@@ -83,7 +80,7 @@ class RowShares(SharedRows):
 
     def summands(self, gradients: Sequence[RowGradient] | None, numbers: Numbers) -> Iterator[Term]:
         """Yields this rank's squares of rows, and which rows it touched where that is not the same on all ranks."""
-        if gradients is not None and _are_alike(self.on_host[1:], prod(each.group.size() for each in self._askers)):
+        if gradients is not None and _are_alike(self.on_host[1:], self._ranks):
             yield from self._squares_of(gradients, numbers)
             return
         self._sums, self._counts = (sum_memory(self.parameter, self._dims, self._dtype) for _ in range(2))
