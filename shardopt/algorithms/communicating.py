@@ -322,12 +322,12 @@ class CommunicatingOptimizer(AlgorithmOptimizer):
     def _reduce(self, terms: Iterable[Term]) -> None:
         all_reduce_terms(terms)
 
-    def _equate(self, terms: Collection[Term], counts: Sequence[Tensor] = ()) -> None:
+    def _equate(self, terms: Collection[Term], counts: tuple[Tensor, ...] = ()) -> None:
         equate_sums(terms, counts)
 
-    def _counts(self, steps: Sequence[Any]) -> Sequence[Tensor]:
+    def _counts(self, steps: Sequence[Any]) -> tuple[Tensor, ...]:
         """Returns those numbers of the first exchange that `_agree` reads."""
-        return [step.counts for step in steps if step.cuts]
+        return tuple(step.counts for step in steps if step.cuts)
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Raises if gradients are absent or refused on some ranks; defers the check if it would wait for a device.

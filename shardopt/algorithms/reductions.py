@@ -32,7 +32,7 @@ def all_reduce_terms(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Te
     _together(((tensor, cut.group) for tensor, cuts in terms for cut in cuts), reduce)
 
 
-def equate_sums(terms: Collection[Term], counts: Sequence[Tensor] = ()) -> None:
+def equate_sums(terms: Collection[Term], counts: tuple[Tensor, ...] = ()) -> None:
     """Gives tensors that were added up over their cuts, in place, the same bits on all ranks that have the same sums.
 
     Replicas get those of the first, and the counts of all of them: in one all-reduce per group and dtype, to which the

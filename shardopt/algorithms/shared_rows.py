@@ -112,8 +112,8 @@ class RowSharingOptimizer(CommunicatingOptimizer):
         if step.is_due():
             self._update(step)
 
-    def _counts(self, steps: Sequence[Any]) -> Sequence[Tensor]:
-        return [each for step in steps if step.shared is not None for each in step.shared.asked()]
+    def _counts(self, steps: Sequence[Any]) -> tuple[Tensor, ...]:
+        return tuple(each for step in steps if step.shared is not None for each in step.shared.asked())
 
     def _agree(self, steps: Sequence[Any]) -> None:
         """Raises on all ranks that share rows with one that cannot step; a step later if it would wait for a device."""

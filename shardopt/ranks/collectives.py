@@ -13,6 +13,8 @@ from shardopt.errors import Problem, RankError
 from shardopt.ranks.failures import names_of
 from shardopt.runtime.accelerator import on_stream, side_stream
 
+_BYTES_IN_ORDER = 64 << 20  # that are added up at a time
+
 
 class Exchange:
     """A running collective; keeps the sent memory alive until it is done."""
@@ -107,24 +109,26 @@ class Collectives:
             dist.all_reduce(numbers, group=group)
         return numbers
 
-    def begin_all_reduce_sum(self, numbers: Tensor) -> Exchange:
+    def begin_all_reduce_sum(self, numbers: Tensor, *, in_order: bool = True) -> Exchange:
         """Begins to sum each number over the ranks, in place; every rank gets the same bits. Collective.
 
-        It is only begun here: the numbers are not to be touched before `wait` of what this returns. Other groups that
-        sum the same numbers get these bits too: an accelerator's backend, which promises no order, only moves numbers.
+        It is only begun here: the numbers are not to be touched before `wait` of what this returns.
 
         Args:
             numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
+            in_order: whether other groups that sum the same numbers get these bits too: an accelerator's backend, which
+                promises no order, then only moves numbers. Takes up to 64 MiB of memory; the same on every rank.
         """
         group = self._process_group()
         if group is None or group.size() == 1:
             return Exchange(numbers, numbers, None)
-        if group.size() == 2 or numbers.device.type != self._accelerator:
+        if not in_order or group.size() == 2 or numbers.device.type != self._accelerator:
             return Exchange(numbers, numbers, dist.all_reduce(numbers, group=group, async_op=True))
         stream = side_stream(numbers.device)
         stream.wait_stream(torch.get_device_module(numbers.device).current_stream(numbers.device))
         with on_stream(stream):
-            _add_in_order(numbers.view(-1), group)
+            for part in torch.split(numbers.view(-1), _BYTES_IN_ORDER // numbers.element_size()):
+                _add_in_order(part, group)
         numbers.record_stream(stream)
         return Exchange(numbers, numbers, _OnStream(stream))
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import shardopt
 from shardopt import checkpoint
 from shardopt.nn import ShardedEmbeddingBag, Table
-from shardopt.ranks import Ranks
+from shardopt.optim.semi_sync.islands.buckets import Buckets
+from shardopt.ranks import Ranks, collectives
 from shardopt.sharding.view import local_tensors
 from tests.accelerator.support import each_kind, needs_gpu, needs_standin, on_accelerator
 
@@ -258,7 +259,17 @@ def added_in_order(standin):
         return torch.randn(size, generator=torch.Generator().manual_seed(rank)) * 10**rank
 
     ranks, right = Ranks(dist.group.WORLD), []
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError):
+    buckets = Buckets([torch.ones(3, device=standin.KIND) for _ in range(3)], [(0, 1), None, (0,)])
+    for view in buckets.views:
+        view.fill_(1)
+    with (
+        mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduce,
+        mock.patch.object(collectives, "_BYTES_IN_ORDER", 4096),
+    ):
+        buckets.begin_mean(ranks)
+        buckets.end_mean()
+        right.append(reduce.call_count == 1 and all(view.cpu().eq(1).all() for view in buckets.views))
+        reduce.side_effect = AssertionError
         for late in (False, True):
             standin.C.late(late)
             for size in (2, 7, 3000):
@@ -273,4 +284,4 @@ def added_in_order(standin):
 
 @needs_standin
 def test_what_islands_add_up_is_added_in_the_order_of_ranks():
-    assert on_accelerator(3, added_in_order) == [[True] * 6] * 3
+    assert on_accelerator(3, added_in_order) == [[True] * 7] * 3

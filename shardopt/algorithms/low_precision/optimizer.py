@@ -213,7 +213,7 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
     def _reduce(self, terms: Iterable[Term]) -> None:
         all_reduce_terms(terms, Ranks.all_reduce_max)
 
-    def _equate(self, terms: Collection[Term], counts: Sequence[Tensor] = ()) -> None:
+    def _equate(self, terms: Collection[Term], counts: tuple[Tensor, ...] = ()) -> None:
         """Does nothing: the largest number is the same in any order."""
 
     def __getstate__(self) -> dict[str, Any]:

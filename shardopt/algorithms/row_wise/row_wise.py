@@ -65,8 +65,8 @@ class _RowWise(RowSharingOptimizer):
     """The base of the row-wise optimizers.
 
     If rows are cut, a step makes two all-reduces per process group that cuts them: of which rows are touched, and of
-    their squares. Replicas of rows that more than two ranks cut take part in both, and get the first one's squares. Ranks
-    without a gradient then count as having zeros. Rows of a lookup's own backward take one.
+    their squares. Replicas of rows that more than two ranks cut take part in both, and get the first one's squares.
+    Ranks without a gradient then count as having zeros. Rows of a lookup's own backward take one.
     """
 
     rule: ClassVar[RowRule]

@@ -438,7 +438,7 @@ def test_buckets_hold_every_tensor_once():
     for number, view in enumerate(buckets.views):
         view.fill_(number)
     assert [float(view.sum()) for view in buckets.views] == [0.0, 4.0, 0.0, 3.0, 160.0]
-    assert [flat.numel() for flat in Buckets([torch.zeros(n) for n in (1, 2, 4)], [0, None, 0]).flats] == [5, 2]
+    assert [flat.numel() for flat in Buckets([torch.zeros(n) for n in (1, 2, 4)], [(0,), None, (0,)]).flats] == [5, 2]
 
 
 # What torchrec's own tests of its SemisyncOptimizer say of it.

@@ -20,23 +20,28 @@ BUCKET_BYTES = 64 << 20
 class Buckets:
     """Views for several tensors, with their shapes, dtypes and devices, in few contiguous buffers.
 
-    A buffer has tensors of one dtype, device and kind in their order, at most `bucket_bytes` of them or one that is
-    larger. Ranks whose tensors have equal shapes, dtypes and kinds, in one order, have equal buffers.
+    A buffer has tensors of one dtype, device and replicas in their order, at most `bucket_bytes` of them or one that is
+    larger. Ranks whose tensors have equal shapes, dtypes and replicas, in one order, have equal buffers.
 
     Args:
         like: floating-point tensors, in an order that all ranks share; not changed.
-        kinds: of each tensor, what it has to share with those of its buffer; by default all may share one.
+        replicas: of each tensor, the ranks of this island that have it; None if unknown, as by default.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], kinds: Sequence[Hashable] | None = None, bucket_bytes: int = BUCKET_BYTES
+        self,
+        like: Sequence[Tensor],
+        replicas: Sequence[tuple[int, ...] | None] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        replicas = replicas or [None] * len(like)
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = [*like]
         self._places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(like)  # buffer, begin and end of each view
+        self._in_order: list[bool] = []  # of each buffer: whether others of the island add up the same
         self._sums: list[tuple[Tensor, Exchange]] = []  # each of a buffer, or of what it is elsewhere
         self._ranks = 1
-        for run in _runs(like, kinds or [None] * len(like), bucket_bytes):
+        for run in _runs(like, replicas, bucket_bytes):
             first = like[run[0]]
             flat = torch.empty(sum(like[i].numel() for i in run), dtype=first.dtype, device=first.device)
             begin = 0
@@ -45,14 +50,17 @@ class Buckets:
                 self.views[i], self._places[i] = flat[begin:end].view(like[i].shape), (len(self.flats), begin, end)
                 begin = end
             self.flats.append(flat)
+            holders = replicas[run[0]]
+            self._in_order.append(holders is None or len(holders) > 1)
 
     def begin_mean(self, ranks: Ranks) -> None:
         """Begins to average the values of the views over ranks, in place. Collective.
 
         The views are not to be touched before `end_mean`.
         """
-        there = [(flat, flat.to(ranks.device_for(flat.device))) for flat in self.flats if flat.numel()]
-        self._sums = [(flat, ranks.begin_all_reduce_sum(numbers)) for flat, numbers in there]
+        flats = [(flat, in_order) for flat, in_order in zip(self.flats, self._in_order, strict=True) if flat.numel()]
+        there = [(flat, flat.to(ranks.device_for(flat.device)), in_order) for flat, in_order in flats]
+        self._sums = [(flat, ranks.begin_all_reduce_sum(each, in_order=in_order)) for flat, each, in_order in there]
         self._ranks = ranks.size
 
     def wait(self) -> None:
@@ -87,12 +95,12 @@ class Buckets:
         return [bool(each) for each in unlike]
 
 
-def _runs(like: Sequence[Tensor], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
+def _runs(like: Sequence[Tensor], replicas: Sequence[tuple[int, ...] | None], bucket_bytes: int) -> list[list[int]]:
     """Returns the tensors of each buffer, by index."""
     runs: list[list[int]] = []
     open_runs: dict[Hashable, tuple[list[int], int]] = {}
     for i, tensor in enumerate(like):
-        key, size = (tensor.dtype, tensor.device, kinds[i]), tensor.numel() * tensor.element_size()
+        key, size = (tensor.dtype, tensor.device, replicas[i]), tensor.numel() * tensor.element_size()
         run, full = open_runs.get(key, ([], 0))
         if not run or full + size > bucket_bytes:
             run, full = [], 0
