@@ -148,7 +148,7 @@ def _described(gradient: RowGradient) -> Tensor:
         mixed = (gradient.index + places * 0x9E3779B97F4A7C1) * 0x5851F42D4C957F2D
         mixed ^= mixed >> 31
         digest = (mixed * 0x14057B7EF767814F).sum()
-    parts = torch.stack([digest >> 4 * part & 0xF for part in range(_PARTS)]).float()
+    parts = (digest >> torch.arange(0, 4 * _PARTS, 4, device=digest.device) & 0xF).float()
     return torch.cat([parts.new_ones(1), parts, parts.square()])
 
 
