@@ -71,12 +71,9 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
         if mesh.get_coordinate() is None or not tells_of_others(tensor):
             return ()
         placed = [(dim, each) for dim, each in enumerate(tensor.placements) if mesh.size(dim) > 1]
-        replicas = tuple(mesh.get_group(dim) for dim, each in placed if each.is_replicate())
-        return tuple(
-            ShardGroup(mesh.get_group(dim), frozenset([each.dim % tensor.ndim]), replicas)
-            for dim, each in placed
-            if isinstance(each, Shard | _StridedShard)
-        )
+        cut = [(dim, each.dim % tensor.ndim) for dim, each in placed if isinstance(each, Shard | _StridedShard)]
+        replicas = tuple(mesh.get_group(dim) for dim, each in placed if cut and each.is_replicate())
+        return tuple(ShardGroup(mesh.get_group(dim), frozenset([along]), replicas) for dim, along in cut)
     if isinstance(tensor, ShardedTensor):
         return (ShardGroup(process_group_of(tensor), cut_dims(tensor.metadata())),)
     return ()

@@ -109,11 +109,15 @@ def test_replicas_whose_groups_add_up_in_another_order_stay_the_same():
             assert all(map(torch.equal, *pair)), case
 
 
+OF_FOUR = [("adafactor", HYBRID), ("adafactor", [Shard(0), Shard(1)]), ("rowwiseadagrad", COLUMNS)]
+ALL_REDUCES = 2 + 4 + 2
+
+
 def of_four():
     mesh = init_device_mesh("cpu", (2, 2))
-    for placements in (HYBRID, [Shard(0), Shard(1)]):
+    for algorithm, placements in OF_FOUR:
         weight = torch.nn.Parameter(shard(torch.ones(24, 12), mesh, *placements))
-        optimizer = shardopt.keyed("adafactor", {"w": weight})
+        optimizer = shardopt.keyed(algorithm, {"w": weight})
         weight.grad = torch.ones_like(weight)
         optimizer.step()
 
@@ -128,5 +132,7 @@ def test_what_one_replica_lacks_or_refuses_all_raise_in_the_same_step():
 
 
 def test_sums_of_two_ranks_and_of_no_replicas_are_sent_to_nobody():
-    for outcome in run_ranks_outcomes(4, of_four, trace=["torch.distributed:broadcast"]):
-        assert outcome.ok and not outcome.calls, outcome
+    traced = ["torch.distributed:broadcast", "torch.distributed:all_reduce"]
+    for outcome in run_ranks_outcomes(4, of_four, trace=traced):
+        assert outcome.ok and len(outcome.calls) == ALL_REDUCES, outcome
+        assert set(outcome.calls) == {"torch.distributed:all_reduce"}
