@@ -102,8 +102,8 @@ def init_unstepped(
     """
 
     def compare() -> dict[str, _Change]:
-        _, flat, names = look()
-        changes = dict(_changes(flat, names.manifest, names.chosen, takes_back))
+        reader, flat, names = look()
+        changes = dict(_changes(flat, names, reader.manifest, takes_back))
         if any(each.is_due for each in changes.values()):
             _refuse_lazy(flat, names.chosen)
         return changes
@@ -177,8 +177,13 @@ def _take_back(begun: Sequence[_Change]) -> None:
             change.optimizer.state[parameter] = state
 
 
-def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: bool) -> Iterator[tuple[str, _Change]]:
-    """Yields the key of each optimizer that has something stored, with the change that it needs."""
+def _changes(flat: FlatState, names: Names, stored_all: Manifest, takes_back: bool) -> Iterator[tuple[str, _Change]]:
+    """Yields the key of each optimizer that has something stored, with the change that it needs.
+
+    Args:
+        stored_all: under its own keys, also with what is not selected.
+    """
+    manifest, chosen = names.manifest, names.chosen
     roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
     stored_below = keys_below(stored_paths(manifest), roots)
     here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
@@ -188,7 +193,7 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Set[str], takes_back: 
         whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
         if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
             continue  # each has what the other has
-        torchs = torchs_state(each, own, manifest, flat.tied)
+        torchs = torchs_state(each, own, manifest, flat, stored_all)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
             absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
@@ -317,7 +322,7 @@ def without_incomplete_state(names: Names, flat: FlatState, strictness: Strictne
     for target in targets:
         stored = _stored_entries(target, below[target.path], flat)
         strange = _of_others(target, stored, names, flat)
-        torchs = torchs_state(target, below[target.path], names.manifest, flat.tied)
+        torchs = torchs_state(target, below[target.path], names.manifest, flat)
         if torchs is not None:
             found = _incomplete_of_torchs(torchs, stored, strange)
         elif hasattr(target.object, "incomplete_state"):

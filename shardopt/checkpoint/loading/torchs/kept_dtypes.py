@@ -16,7 +16,7 @@ from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.state import PartialStateful
 
-_STEP = "step"
+STEP = "step"
 """An entry of whose dtype torch takes care itself."""
 
 
@@ -58,7 +58,7 @@ def _as_given(loaded: Any, given: Any) -> Any:
     if isinstance(loaded, Tensor) and isinstance(given, Tensor):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(loaded, dict) and isinstance(given, dict):
-        own = given.keys() - {_STEP}
+        own = given.keys() - {STEP}
         return {key: _as_given(each, given[key]) if key in own else each for key, each in loaded.items()}
     if isinstance(loaded, list | tuple) and type(loaded) is type(given) and len(loaded) == len(given):
         return type(given)(map(_as_given, loaded, given))

@@ -17,11 +17,12 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
+from shardopt.checkpoint.loading.torchs.kept_dtypes import STEP
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
-from shardopt.state.state import RestoreTarget, Tied
+from shardopt.state.state import FlatState, RestoreTarget, Tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ class TorchsState:
         stored: name → path within its state → what is stored there; also of names that are keys of the state, as of no
             parameter.
         strange: names of those whose state another algorithm has saved: they get only what their own has.
+        dtypes: id of a parameter → the dtype with which it is stored itself, of those for which that is known.
     """
 
     optimizer: Optimizer
     parameters: Mapping[str, torch.Tensor]
     stored: Mapping[str, Mapping[Path, Any]]
-    strange: Collection[str] = ()
+    strange: Collection[str]
+    dtypes: Mapping[int, torch.dtype]
 
     @property
     def state(self) -> Any:
@@ -60,7 +63,10 @@ class TorchsState:
             on_device = bool(group.get("capturable") or group.get("fused"))
             stored = {} if name in self.strange else self.stored[name]
             absent = {path: each for path, each in stored.items() if not path or path[0] not in made}
-            places = nest({path: _place_for(each, parameter, on_device) for path, each in absent.items()})
+            saved_as = self.dtypes.get(id(parameter)) if name in self.parameters else None
+            places = nest(
+                {path: _place_for(path, each, parameter, saved_as, on_device) for path, each in absent.items()}
+            )
             self.optimizer.state[key] = places if () in absent else {**made, **places}
 
     def drop_state(self, names: Iterable[str]) -> None:
@@ -82,13 +88,16 @@ class TorchsState:
         }
 
 
-def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied) -> TorchsState | None:
+def torchs_state(
+    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, flat: FlatState, whole: Manifest | None = None
+) -> TorchsState | None:
     """Returns the `TorchsState` for one of torch's optimizers with stored state; None for other objects.
 
     Args:
         keys: those of the optimizer in the checkpoint.
+        whole: also with the parameters, where a load of their state alone is without them.
     """
-    optimizer, numbered = target.object, target.numbered
+    optimizer, numbered, tied = target.object, target.numbered, flat.tied
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "init_state"):
         return None
     if numbered is not None and not numbered.in_order:
@@ -103,7 +112,12 @@ def torchs_state(target: RestoreTarget, keys: Iterable[str], manifest: Manifest,
     own = {name_here[name]: each for name, each in stored.items() if name in name_here}
     if numbered is not None and not numbered.in_order and not strange:
         own |= _of_no_parameter({name: each for name, each in stored.items() if name not in name_here}, target, keys)
-    return TorchsState(optimizer, parameters, own, strange)
+    ids = {id(each) for each in parameters.values()}
+    here = {key: id(leaf.value) for key, leaf in flat.leaves.items() if id(leaf.value) in ids}
+    known = [manifest.tensors] if whole is None else [manifest.tensors, whole.tensors]
+    saved = {each: tensors[key] for key, each in here.items() for tensors in reversed(known) if key in tensors}
+    dtypes = {each: torch_dtype(stored.dtype) for each, stored in saved.items()}
+    return TorchsState(optimizer, parameters, own, strange, dtypes)
 
 
 def _of_no_parameter(
@@ -159,11 +173,21 @@ def stored_state(
     return found
 
 
-def _place_for(stored: Any, parameter: torch.Tensor, on_device: bool) -> Any:
-    """Returns a place for a stored entry of the state of a parameter."""
+def _place_for(path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch.dtype | None, on_device: bool) -> Any:
+    """Returns a place for a stored entry of the state of a parameter.
+
+    A tensor that has the dtype of its parameter where it was saved has so here. But a number never loses digits.
+
+    Args:
+        path: of the entry within that state.
+        saved_as: the stored dtype of the parameter; None if it is not known.
+    """
     if not isinstance(stored, StoredTensor):
         return copy.deepcopy(stored)
-    shape, dtype = stored.layout.shape, torch_dtype(stored.dtype)
-    if shape == view_of(parameter, "a parameter").shape:
+    shape, dtype, own_shape = stored.layout.shape, torch_dtype(stored.dtype), view_of(parameter, "a parameter").shape
+    if dtype == saved_as and dtype.is_floating_point and parameter.is_floating_point() and path[-1:] != (STEP,):
+        holds_all = torch.promote_types(dtype, parameter.dtype) == parameter.dtype
+        dtype = parameter.dtype if shape or not own_shape or holds_all else dtype
+    if shape == own_shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
