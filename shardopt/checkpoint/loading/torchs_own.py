@@ -44,6 +44,8 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 _BEGINS = {"lr": "initial_lr", "momentum": "max_momentum", "betas": "max_momentum"}
 """The key, in a group, of the value with which torch's schedules begin to change an option."""
+_COMMON_OPTIONS = {"lr", "betas", "momentum", "dampening", "nesterov", "weight_decay", "eps", "amsgrad"}
+"""Options in torch's sense, whatever a constructor calls what it makes them of (beta1, wd)."""
 _NO_NAMES = (
     "put the module whose parameters these are into the app, where it is saved and where it is loaded, or make the "
     "optimizer of model.named_parameters()"
@@ -162,9 +164,12 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
 
 def _given_by_code(optimizer: Optimizer) -> set[str]:
     """Returns the options that the code gives, and not those in which an optimizer keeps how far it has come."""
-    arguments = inspect.signature(type(optimizer)).parameters
-    # One that does not take its rate by name, as from a config, may take others so too.
-    return {name for name in optimizer.defaults if name in arguments or "lr" not in arguments}
+    if "lr" not in inspect.signature(type(optimizer)).parameters:  # as from a config, from which others come too
+        return set(optimizer.defaults)
+    # Not any with **kwargs: progress is among the defaults (Prodigy). What these pass on, a base takes by name.
+    constructors = [vars(each)["__init__"] for each in type(optimizer).__mro__[:-1] if "__init__" in vars(each)]
+    arguments = {name for each in constructors for name in inspect.signature(each).parameters}
+    return {name for name in optimizer.defaults if name in arguments | _COMMON_OPTIONS}
 
 
 def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:

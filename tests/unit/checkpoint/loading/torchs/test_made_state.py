@@ -198,3 +198,29 @@ def test_progress_in_groups_is_no_option_of_the_code(tmp_path, caplog):
     assert app["optimizer"].param_groups[0]["k"] == 2 and not caplog.records
     checkpoint.load(tmp_path / "c", adaptive(0.2))
     assert "lr: 0.2 here, 0.1 stored" in caplog.text and "distance" not in caplog.text
+
+
+class Derived(torch.optim.AdamW):
+    """Passes options on to its base."""
+
+    def __init__(self, params, lr=0.1, **others):
+        super().__init__(params, lr=lr, **others)
+
+
+class Short(Adaptive):
+    """Calls an option otherwise than its groups do, and takes what it does not know, as well as progress."""
+
+    def __init__(self, params, lr=0.1, wd=0.1, **others):
+        super().__init__(params, lr)
+        self.defaults |= {"weight_decay": wd, **others}
+        self.param_groups[0] |= {"weight_decay": wd}
+
+
+@pytest.mark.parametrize(("make", "option"), [(Derived, "weight_decay"), (Short, "wd")])
+def test_options_are_compared_whatever_the_constructor_calls_them(tmp_path, caplog, make, option):
+    saved = app_of(lambda params: make(params, **{option: 0.1}))
+    train(saved)
+    checkpoint.save(tmp_path / "c", saved)
+    caplog.clear()
+    checkpoint.load(tmp_path / "c", app_of(lambda params: make(params, **{option: 0.5})), init_state=True)
+    assert "weight_decay: 0.5 here, 0.1 stored" in caplog.text and "distance" not in caplog.text
