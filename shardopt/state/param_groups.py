@@ -298,7 +298,7 @@ def _without_dtypes(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _like(value: Any, own: Any) -> Any:
     """Returns a stored option in the live one's form: a number, a tensor on its device, or a dtype."""
-    if isinstance(own, torch.dtype) and isinstance(value, str):
+    if isinstance(value, str) and value.startswith("torch.") and not isinstance(own, str):
         named = getattr(torch, value.removeprefix("torch."), None)
         return named if isinstance(named, torch.dtype) else value
     if isinstance(own, torch.Tensor):

@@ -161,13 +161,15 @@ def test_state_of_a_layer_that_the_app_lacks_is_no_state_under_a_key_of_its_own(
     assert "more" not in app["optimizer"].state
 
 
-def test_dtypes_in_groups_come_back(tmp_path):
+@pytest.mark.parametrize("own", [torch.float32, None])
+def test_dtypes_in_groups_come_back(tmp_path, own):
     saved, app = app_of(Counts), app_of(Counts)
-    saved["optimizer"].param_groups[0]["compute"] = torch.bfloat16
-    app["optimizer"].param_groups[0]["compute"] = torch.float32
+    saved["optimizer"].param_groups[0] |= {"compute": torch.bfloat16, "name": "torch.bfloat16"}
+    app["optimizer"].param_groups[0] |= {"compute": own, "name": ""}
     checkpoint.save(tmp_path / "c", saved)
     checkpoint.load(tmp_path / "c", app)
     assert app["optimizer"].param_groups[0]["compute"] is torch.bfloat16
+    assert app["optimizer"].param_groups[0]["name"] == "torch.bfloat16"
 
 
 def test_the_error_of_a_tensor_that_grew_says_what_can_grow(tmp_path):
