@@ -78,11 +78,20 @@ def check_optimizers(flat: FlatState) -> None:
     if strange or any(named.values()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
-            held = {id(leaf.value) for leaf in flat.leaves.values()}  # also such as the app has in a dict
-            _refuse_strange(strange, parameters, held)
+            _refuse_strange(strange, parameters, _held_by_app(flat))
         _refuse_moved(named, parameters)
     if places:
         _refuse_unshared(flat, places)
+
+
+def _held_by_app(flat: FlatState) -> set[int]:
+    """Returns the ids of the tensors that the app has in dicts and lists of its own, beside its objects."""
+    paths = {each.path for each in flat.targets}
+    return {
+        id(leaf.value)
+        for leaf in flat.leaves.values()
+        if paths.isdisjoint(leaf.path[:length] for length in range(1, len(leaf.path) + 1))
+    }
 
 
 def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> None:

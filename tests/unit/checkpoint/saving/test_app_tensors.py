@@ -135,6 +135,29 @@ def test_parameters_that_the_app_has_in_a_dict_are_stepped_beside_a_model_of_the
         checkpoint.save(tmp_path / "strange", app)
 
 
+class Holder:
+    """Saves tensors that it has found in a model, and does not train them."""
+
+    def __init__(self, model):
+        self.shadow = list(model.parameters())
+
+    def state_dict(self):
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def test_what_an_object_or_an_optimizer_saves_of_old_parameters_is_no_place_where_the_app_has_them(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    app = {"model": make_model(), "optimizer": optimizer, "holder": Holder(model)}
+    for parameter in model.parameters():
+        optimizer.state[parameter]["before"] = parameter
+    with pytest.raises(StateError, match="optimizer: found 4 parameters that no module of the app has"):
+        checkpoint.save(tmp_path / "c", app)
+
+
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
     model = make_model()
     optimizer = keyed(model)
