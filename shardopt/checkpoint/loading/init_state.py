@@ -26,12 +26,12 @@ from torch.optim import LBFGS, Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.checkpoint.loading.torchs.made_state import TorchsState, stored_state, torchs_state
+from shardopt.checkpoint.loading.torchs.made_state import TorchsState, of_other_algorithms, stored_state, torchs_state
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
-from shardopt.state.param_groups import ALGORITHM, PARAMS, other_algorithm
+from shardopt.state.param_groups import ALGORITHM, PARAMS, other_algorithm, other_class
 from shardopt.state.paths import PARAM_GROUPS, Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
@@ -82,6 +82,7 @@ def init_unstepped(
     what: str,
     look: Callable[[], tuple[Any, FlatState, Names]],
     takes_back: bool = False,
+    extends: bool = True,
 ) -> Callable[[], None] | None:
     """Makes state where the checkpoint has some, and drops unstepped state where it has none. Collective.
 
@@ -89,6 +90,7 @@ def init_unstepped(
         what: names the load in errors.
         look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
         takes_back: whether state goes that was stepped since a step at which the run had none.
+        extends: whether state that is there gets what it lacks of the stored.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -103,7 +105,7 @@ def init_unstepped(
 
     def compare() -> dict[str, _Change]:
         reader, flat, names = look()
-        changes = dict(_changes(flat, names, reader.manifest, takes_back))
+        changes = dict(_changes(flat, names, reader.manifest, takes_back, extends))
         if any(each.is_due for each in changes.values()):
             _refuse_lazy(flat, names.chosen)
         return changes
@@ -177,7 +179,9 @@ def _take_back(begun: Sequence[_Change]) -> None:
             change.optimizer.state[parameter] = state
 
 
-def _changes(flat: FlatState, names: Names, stored_all: Manifest, takes_back: bool) -> Iterator[tuple[str, _Change]]:
+def _changes(
+    flat: FlatState, names: Names, stored_all: Manifest, takes_back: bool, extends: bool
+) -> Iterator[tuple[str, _Change]]:
     """Yields the key of each optimizer that has something stored, with the change that it needs.
 
     Args:
@@ -202,7 +206,8 @@ def _changes(flat: FlatState, names: Names, stored_all: Manifest, takes_back: bo
             forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
             if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
                 forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
-            extend = torchs.lacking(live - forget.keys())
+            others = of_other_algorithms(each, manifest, flat.tied, other_class)
+            extend = torchs.lacking(live - forget.keys() - set(others)) if extends else {}
             absent = torchs.stored.keys() - (live - forget.keys())
             yield key, _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
             continue

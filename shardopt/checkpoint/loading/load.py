@@ -221,7 +221,8 @@ def prepare(
             return reader, flat, without_incomplete_state(names, flat, options.strictness)
 
         if options.init_state:
-            undo = init_unstepped(ranks, what, look, takes_back=isinstance(options.rename, LeftInScript))
+            takes_back, extends = isinstance(options.rename, LeftInScript), options.strictness.unexpected != "ignore"
+            undo = init_unstepped(ranks, what, look, takes_back, extends)
             if undo is not None:
                 look.cache_clear()  # the app has other state now
     return look, rules, undo

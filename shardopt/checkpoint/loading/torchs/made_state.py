@@ -7,7 +7,7 @@ parameters without state; of those whose constructor has made some of it; and un
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,8 +130,17 @@ def _of_no_parameter(
     return {name: each for name, each in stored.items() if first and name not in first}
 
 
-def of_other_algorithms(target: RestoreTarget, manifest: Manifest, tied: Tied) -> list[str]:
-    """Returns the names of parameters, of one of torch's optimizers, that another algorithm has stepped."""
+def of_other_algorithms(
+    target: RestoreTarget,
+    manifest: Manifest,
+    tied: Tied,
+    other: Callable[[Mapping[str, Any], str], str] = other_algorithm,
+) -> list[str]:
+    """Returns the names of parameters, of one of torch's optimizers, that another algorithm has stepped.
+
+    Args:
+        other: says which, by stored options and the algorithm here.
+    """
     numbered, section = target.numbered, (*target.path, PARAM_GROUPS)
     if numbered is None:
         return []
@@ -140,7 +149,7 @@ def of_other_algorithms(target: RestoreTarget, manifest: Manifest, tied: Tied) -
     return [
         name
         for name, options in stored.items()
-        if isinstance(options, Mapping) and other_algorithm(options, numbered.algorithm)
+        if isinstance(options, Mapping) and other(options, numbered.algorithm)
     ]
 
 

@@ -1,5 +1,7 @@
 """Optimizers of a program's own resume in a fresh process, whatever state they keep, and whenever they make it."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -147,6 +149,20 @@ def test_entries_that_the_constructor_made_stay_the_same_tensors(tmp_path):
     own = app["optimizer"].state[weight]["sum"]
     checkpoint.load(tmp_path / "c", app, init_state=True)
     assert app["optimizer"].state[weight]["sum"] is own and own.any()
+
+
+class Another(Partly):
+    """Has state of another form under the same names."""
+
+
+@pytest.mark.parametrize(("make", "strict"), [(Another, True), (Another, False), (Partly, False)])
+def test_state_that_is_there_gets_no_entries_of_another_class_or_that_a_load_leaves_out(tmp_path, make, strict):
+    saved, app = app_of(Partly), app_of(make)
+    train(saved)
+    checkpoint.save(tmp_path / "c", saved)
+    with pytest.raises(MismatchError, match="mean") if strict else nullcontext():
+        checkpoint.load(tmp_path / "c", app, init_state=True, strict=strict)
+    assert all(each.keys() == {"sum", "step"} for each in app["optimizer"].state.values())
 
 
 def test_state_of_a_layer_that_the_app_lacks_is_no_state_under_a_key_of_its_own(tmp_path):
