@@ -27,6 +27,8 @@ _REFUSED = (
     "mend what it says, and load again, which loads everything anew; or leave the object out of the app, and load with "
     'Strictness(unexpected="ignore")'
 )
+_FEW = 64
+"""As many entries as a container of optimizers may have at most."""
 _REFUSALS: frozenset[Code] = frozenset(
     ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
 )
@@ -148,12 +150,19 @@ def _are_others(groups: list[Any], new: list[Any]) -> bool:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer, and those that it has as attributes or in containers that are attributes, at any depth."""
+    """Returns an optimizer, and those that it has as attributes or in containers that are attributes, at any depth.
+
+    Another object may be given too. Of its containers only plain, small ones are looked through: it may have data.
+    """
     found = [optimizer]
     for each in found:  # it grows
         for value in vars(each).values():
-            values = value.values() if isinstance(value, dict) else value
-            values = values if isinstance(value, dict | list | tuple) else (value,)
+            if isinstance(each, Optimizer):
+                is_looked_through = isinstance(value, dict | list | tuple)
+            else:
+                is_looked_through = type(value) in (dict, list, tuple) and len(value) <= _FEW
+            values = value.values() if is_looked_through and isinstance(value, dict) else value
+            values = values if is_looked_through else (value,)
             found += [inner for inner in values if isinstance(inner, Optimizer) and inner not in found]
     return found
 

@@ -52,6 +52,21 @@ class Trainer:
         self.load_state_dict = self.inner.load_state_dict
 
 
+class Unread(list):
+    """What nobody may iterate but its owner."""
+
+    def __iter__(self):
+        raise AssertionError
+
+
+class Loader(Trainer):
+    """Has its optimizer in a list, beside data."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.all, self.queue, self.inner = [self.inner], Unread([1]), None
+
+
 def train(app, steps):
     for _ in range(steps):
         app["model"].zero_grad()
@@ -82,6 +97,15 @@ def test_a_run_that_resumes_twice_goes_on_as_one(tmp_path, make):
         getattr(each["optimizer"], "inner", each["optimizer"]).state.values() for each in (app, whole)
     )
     assert repr(sorted(found.items())) == repr(sorted(wanted.items()))
+
+
+def test_optimizers_are_found_in_an_objects_plain_lists_and_its_data_is_let_be(tmp_path):
+    saved, app = app_of(Loader), app_of(Loader)
+    train(saved, 1), train(app, 1)
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", app)
+    ((state,),) = (each.state.values() for each in app["optimizer"].all)
+    assert state["count"].dtype == torch.int64
 
 
 def test_hooks_of_the_program_find_state_as_it_was_saved(tmp_path):
