@@ -85,7 +85,6 @@ class ResumableSampler:
         self._drawn_from: tuple[int, ...] | None = None  # where the batches begin that were drawn last
         self._is_awaited = False  # whether `through` waits for the first batch of what it opened
         self._random: Tensor | None = None  # the state of the random numbers to put back once a loader is opened there
-        self._random_before: Tensor | None = None  # the one when a loader was opened elsewhere
         self._warned: set[str] = set()
         if rank is None or ranks is None:  # the job's may be others at the first use, as a framework says
             self._require_enough_for(1 if ranks is None else ranks)
@@ -112,12 +111,9 @@ class ResumableSampler:
     def __iter__(self) -> Iterator[list[int]]:
         """Yields this rank's samples of each remaining batch of this epoch. Counts nothing, as workers run ahead."""
         self._put_back()  # with workers a loader asks twice
-        now = torch.default_generator.get_state()
         if self._is_awaited:  # by what opens a loader when it is asked for its first batch, as prefetch(loader)
-            self._random = now
+            self._random = torch.default_generator.get_state()
             _seed_for(self)
-        elif not _is_of_one_seed(self._random_before, now):
-            self._random_before = now
         return self._shares()
 
     def _shares(self) -> Iterator[list[int]]:
@@ -133,7 +129,7 @@ class ResumableSampler:
                 self._drawn_from = here
                 yield filled[rank::ranks].tolist()
         except GeneratorExit:  # as by next(iter(loader)), which only looks at a batch
-            self._drawn_from = self._random_before = None
+            self._drawn_from = None
             raise
 
     def _put_back(self) -> None:
@@ -156,8 +152,8 @@ class ResumableSampler:
         What workers draw themselves, such as augmentations, begins anew in an epoch that is resumed in its middle, or
         any later one with `persistent_workers`. What fetches batches ahead goes inside, `through(prefetch(loader))`:
         around it, a resume would skip them. `zip`, `enumerate` and others that open the loader as they are made need
-        `DataLoader(..., generator=torch.Generator())` inside: else a resume in mid-epoch has other random numbers, of
-        which the log warns. A loader that ends early, as `islice(loader, 3)` does, ends the epoch.
+        `DataLoader(..., generator=torch.Generator())` inside: else a resume in mid-epoch has other random numbers. A
+        loader that ends early, as `islice(loader, 3)` does, ends the epoch.
 
         Raises:
             OptionError: the batches of this DataLoader are not this sampler's, or come in another order than its own;
@@ -173,7 +169,6 @@ class ResumableSampler:
             )
         begun = self._begun = (self.position,)
         try:
-            self._warn_if_opened(loader)
             batches, here, size = opened(loader, self), place_of(self), self.batch_size
             self._is_awaited = True
             for batch in batches:
@@ -278,15 +273,6 @@ class ResumableSampler:
                 "gradients are averaged)"
             )
 
-    def _warn_if_opened(self, loader: object) -> None:
-        is_wrapped = not isinstance(loader, DataLoader)
-        if is_wrapped and _is_of_one_seed(self._random_before, torch.default_generator.get_state()):
-            self._warn_once(
-                "a loader was opened before through(...), with a seed from the random numbers of the program: a resume "
-                "in mid-epoch goes on with others. Make the DataLoader with generator=torch.Generator()"
-            )
-        self._random_before = None
-
     def _warn_once(self, line: str) -> None:
         if line not in self._warned and not (dist.is_initialized() and dist.get_rank()):
             _log.warning("%s [data-position]", line)
@@ -356,15 +342,6 @@ def opened(loader: Iterable[T], at: ResumableSampler) -> Iterator[T]:
 def _seed_for(at: ResumableSampler) -> None:
     # torch.manual_seed would change the generators of devices too.
     torch.default_generator.manual_seed(mixed(at.seed, at.epoch, at.position, at.rank))
-
-
-def _is_of_one_seed(before: Tensor | None, now: Tensor) -> bool:
-    """Whether a DataLoader's seed, and no more, was drawn between two states of random numbers."""
-    if before is None:
-        return False
-    generator = torch.Generator("cpu").set_state(before)
-    torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
-    return torch.equal(generator.get_state(), now)
 
 
 def place_of(at: ResumableSampler) -> tuple[int, ...]:

@@ -278,16 +278,6 @@ def test_seeds_of_workers_differ_by_epoch_and_rank():
     assert len(set(seeds)) == 6
 
 
-def test_a_loader_that_is_opened_before_through_is_told_of_if_it_draws_from_the_programs_numbers(caplog):
-    for generator in (torch.Generator(), None):
-        sampler = shardopt.ResumableSampler(8, batch_size=4)
-        loader = DataLoader(torch.arange(8), batch_sampler=sampler, generator=generator)
-        list(sampler.through(loader)), next(iter(loader)), list(sampler.through(prefetched(loader)))
-        assert not caplog.records
-        list(sampler.through(zip(loader, range(2), strict=True)))
-        assert ("generator=torch.Generator()" in caplog.text) == (generator is None)
-
-
 @pytest.mark.parametrize("at", [2, 8], ids=["within", "at the end"])
 def test_a_loop_that_goes_on_after_a_load_is_refused(at):
     (sampler,) = samplers(64, 1, batch_size=8)

@@ -147,9 +147,7 @@ def of_other_algorithms(
     keys = {name: join((*section, tied.get(name, name))) for name in numbered.names}
     stored = {name: manifest.values.get(key, ((), None))[1] for name, key in keys.items()}
     return [
-        name
-        for name, options in stored.items()
-        if isinstance(options, Mapping) and other(options, numbered.algorithm)
+        name for name, options in stored.items() if isinstance(options, Mapping) and other(options, numbered.algorithm)
     ]
 
 
