@@ -24,6 +24,8 @@ from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import FlatState, RestoreTarget, Tied
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class TorchsState:
@@ -60,13 +62,13 @@ class TorchsState:
             group, made = groups[id(parameter)], self.optimizer.state.get(key, {})
             if name in self.parameters and makes_lazy_state_as_torch(self.optimizer):
                 made = {**lazy_state(self.optimizer, group, parameter), **made}
-            on_device = bool(group.get("capturable") or group.get("fused"))
+            numbers_go_along = bool(group.get("capturable") or group.get("fused"))
+            devices = (parameter.device if numbers_go_along else _CPU, parameter.device)
+            devices = devices if name in self.parameters else (_CPU, _CPU)
             stored = {} if name in self.strange else self.stored[name]
             absent = {path: each for path, each in stored.items() if not path or path[0] not in made}
             saved_as = self.dtypes.get(id(parameter)) if name in self.parameters else None
-            places = nest(
-                {path: _place_for(path, each, parameter, saved_as, on_device) for path, each in absent.items()}
-            )
+            places = nest({path: _place_for(path, each, parameter, saved_as, devices) for path, each in absent.items()})
             self.optimizer.state[key] = places if () in absent else {**made, **places}
 
     def drop_state(self, names: Iterable[str]) -> None:
@@ -180,7 +182,9 @@ def stored_state(
     return found
 
 
-def _place_for(path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch.dtype | None, on_device: bool) -> Any:
+def _place_for(
+    path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch.dtype | None, devices: tuple[torch.device, ...]
+) -> Any:
     """Returns a place for a stored entry of the state of a parameter.
 
     A tensor that has the dtype of its parameter where it was saved has so here. But a number never loses digits.
@@ -188,6 +192,7 @@ def _place_for(path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch
     Args:
         path: of the entry within that state.
         saved_as: the stored dtype of the parameter; None if it is not known.
+        devices: of a number, and of a tensor of another shape than the parameter's.
     """
     if not isinstance(stored, StoredTensor):
         return copy.deepcopy(stored)
@@ -197,4 +202,4 @@ def _place_for(path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch
         dtype = parameter.dtype if shape or not own_shape or holds_all else dtype
     if shape == own_shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(shape, dtype=dtype, device=parameter.device if shape or on_device else "cpu")
+    return torch.zeros(shape, dtype=dtype, device=devices[bool(shape)])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.loading.torchs.made_state import TorchsState
 from shardopt.errors import MismatchError
 
 
@@ -138,6 +139,21 @@ def test_a_failed_load_leaves_state_as_it_was(tmp_path, make):
     with pytest.raises(MismatchError, match="more"):
         checkpoint.load(tmp_path / "c", app, init_state=True)
     assert state_of(app) == before
+
+
+def test_state_of_no_parameter_is_on_the_cpu_unless_it_has_the_shape_of_one(tmp_path):
+    saved = app_of(OfAll)
+    train(saved)
+    saved["optimizer"].state["all"]["mean"] = torch.zeros(2, 2)
+    checkpoint.save(tmp_path / "c", saved)
+    with checkpoint.open(tmp_path / "c") as reader:
+        stored = {(key,): reader.manifest.tensors[f"optimizer.state.all.{key}"] for key in ("norm", "mean")}
+    parameter = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    optimizer = OfAll([parameter])
+    made = TorchsState(optimizer, {"weight": parameter}, {"all": stored, "weight": stored}, (), {})
+    made.init_state(names=["all", "weight"])
+    of_all, own = ({key: each.device.type for key, each in made.state[at].items()} for at in ("all", parameter))
+    assert of_all == {"norm": "cpu", "mean": "meta"} and own == {"norm": "meta", "mean": "meta"}
 
 
 def test_entries_that_the_constructor_made_stay_the_same_tensors(tmp_path):
