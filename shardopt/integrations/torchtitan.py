@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.tools import filesystem
 
 from shardopt import checkpoint
@@ -106,9 +106,10 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         select = "^(?!" + "|".join(rf"{re.escape(name)}(\.|$)" for name in excluded) + ")" if excluded else None
         if DATA not in excluded:
             app |= self._data()
-        path, optimizer = self._config.initial_load_path, self._app[OPTIMIZER]
-        if isinstance(optimizer, KeyedOptimizer) and optimizer.param_groups:
-            optimizer.keep_options("lr")  # torchtitan's schedule goes by the rates of the config
+        path, optimizer, schedules = self._config.initial_load_path, self._app[OPTIMIZER], self._app[SCHEDULE]
+        by_config = _goes_by_config(schedules)
+        if by_config and isinstance(optimizer, KeyedOptimizer) and optimizer.param_groups:
+            optimizer.keep_options("lr")
         try:
             if self._config.load_only and step != -1:
                 checkpoint.load(self._manager.path(step), app, select=select, init_state=True)
@@ -121,7 +122,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
                 checkpoint.load(path, app, select=select, init_state=True, storage_options=options)
         except MismatchError as error:
             raise MismatchError(error.message, [*map(_with_reason, error.problems)], code=error.code) from None
-        _set_rates(self._app[SCHEDULE])
+        if by_config:
+            _set_rates(schedules)
         return True
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -252,6 +254,11 @@ class _TrainState:
         """The number of ranks whose tokens the trainer adds up."""
         dims = self._trainer.parallel_dims
         return int(dims.get_mesh("loss").size()) if dims.dp_cp_enabled else 1
+
+
+def _goes_by_config(schedules: Any) -> bool:
+    """Whether schedules load a step alone, as torchtitan's do, and compute the rates by the config's."""
+    return getattr(type(schedules), "load_state_dict", None) is LRSchedulersContainer.load_state_dict
 
 
 def _set_rates(schedules: Any) -> None:

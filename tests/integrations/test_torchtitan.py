@@ -196,8 +196,12 @@ def test_a_checkpoint_that_torchtitan_wrote_by_itself_is_moved_over(tmp_path):
         assert losses == pytest.approx({step: expected[step] for step in range(5, 9)}, rel=1e-5 if ranks == 3 else 0)
 
 
-def small_job(folder, steps, rate=1e-3, **options):
-    """A job of torchtitan's parts around one layer: loads, and trains. Returns where it began, and its rates."""
+def small_job(folder, steps, rate=1e-3, whole_schedules=False, **options):
+    """A job of torchtitan's parts around one layer: loads, and trains. Returns where it began, and its rates.
+
+    Args:
+        whole_schedules: whether schedules store all of their state, not their step alone.
+    """
     on_cpu()
     parts = importlib.import_module("torchtitan.components.optimizer")
     ours = importlib.import_module("shardopt.integrations.torchtitan")
@@ -217,7 +221,16 @@ def small_job(folder, steps, rate=1e-3, **options):
     groups = [parts.ParamGroupConfig(pattern=".*", **adamw)]
     config = ours.ShardoptOptimizers.Config(param_groups=groups, implementation="for-loop")
     optimizers = ours.ShardoptOptimizers(config, model_parts=[model])
-    schedules = parts.LRSchedulersContainer(optimizers, lambda step: 0.5**step)
+
+    class Whole(parts.LRSchedulersContainer):
+        def state_dict(self):
+            return {"schedules": [schedule.state_dict() for schedule in self.schedulers]}
+
+        def load_state_dict(self, state):
+            for schedule, own in zip(self.schedulers, state["schedules"], strict=True):
+                schedule.load_state_dict(own)
+
+    schedules = (Whole if whole_schedules else parts.LRSchedulersContainer)(optimizers, lambda step: 0.5**step)
     config = ours.ShardoptCheckpoints.Config(enable=True, folder=folder, interval=2, stage="none", **options)
     given = {"optimizers": optimizers, "lr_schedulers": schedules, "states": {"train_state": trained}}
     manager = ours.ShardoptCheckpoints(config, dataloader=None, model_parts=[model], **given)
@@ -250,3 +263,30 @@ def test_a_rate_that_the_config_changes_holds_from_the_first_step_and_no_warning
     assert (began, rates) == (4, [3e-4 * 0.5**4, 3e-4 * 0.5**5])
     assert "options of the checkpoint" not in caplog.text
     assert small_job(run, 7) == (6, [1e-3 * 0.5**6])
+
+
+def test_rates_of_schedules_that_store_theirs_are_those_of_the_checkpoint_and_a_warning_says_so(tmp_path, caplog):
+    run = str(tmp_path / "run")
+    small_job(run, 4, whole_schedules=True)
+    assert small_job(run, 6, rate=3e-4, whole_schedules=True) == (4, [1e-3 * 0.5**4, 1e-3 * 0.5**5])
+    assert "options of the checkpoint" in caplog.text
+
+
+def test_a_model_alone_is_loaded_without_schedules(tmp_path):
+    run = str(tmp_path / "run")
+    small_job(run, 4)
+    ours, model = importlib.import_module("shardopt.integrations.torchtitan"), torch.nn.Linear(4, 4)
+    options = {"folder": str(tmp_path / "other"), "initial_load_path": f"{run}/step-00000004"}
+    config = ours.ShardoptCheckpoints.Config(enable=True, initial_load_model_only=True, **options)
+    given = {"optimizers": None, "lr_schedulers": None, "states": {}}
+    manager = ours.ShardoptCheckpoints(config, dataloader=None, model_parts=[model], **given)
+    assert manager.load()
+    manager.close()
+    with checkpoint.open(config.initial_load_path) as saved:
+        assert torch.equal(model.weight, saved.read("model.weight"))
+
+
+def test_a_schedule_that_begins_anew_has_the_rates_of_the_config_from_its_first_step(tmp_path):
+    run = str(tmp_path / "run")
+    small_job(run, 4)
+    assert small_job(run, 6, rate=3e-4, exclude_from_loading=["lr_scheduler"]) == (4, [3e-4, 3e-4 * 0.5])
