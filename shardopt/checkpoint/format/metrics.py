@@ -24,7 +24,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Checks metrics and returns them as floats.
 
     Raises:
-        StateError: some are no numbers; names each of them.
+        StateError: some are no numbers, or under names that no file can have; names each of them.
     """
     if not isinstance(metrics, Mapping):
         problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
@@ -35,10 +35,12 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         try:
             if not isinstance(name, str) or isinstance(value, str | bytes):
                 raise TypeError
+            name.encode()  # half of a surrogate pair, as in names of odd files, is no JSON that could be read
             numbers[name] = float(value.item() if hasattr(value, "item") else value)  # float() of a loss warns
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last of a tensor of several elements
-            text = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
-            problems.append(Problem(f"metrics.{name}", text, "a number under a name", "give one, or leave it out"))
+            key = f"metrics.{name}".encode(errors="backslashreplace").decode()
+            text = f"{value!r} under {name!r}"[:80]
+            problems.append(Problem(key, text, "a number under a name in Unicode", "give one, or leave it out"))
     if problems:
         raise StateError("metrics cannot be kept", problems, code="invalid-argument")
     return numbers

@@ -55,6 +55,10 @@ def test_metrics_of_what_is_not_there_are_refused_and_others_are_numbers(tmp_pat
         manager.add_metrics(2, {"loss": 1.0})
     with pytest.raises(StateError, match=r"metrics\.loss"):
         manager.add_metrics(1, {"loss": "low"})
+    odd = {"caf\udce9": 1.0}  # as of the name of a file in Latin-1, by which nothing could read the checkpoint
+    for call in (lambda: manager.add_metrics(1, odd), lambda: manager.save(2, app_of(2), metrics=odd)):
+        with pytest.raises(StateError, match=r"metrics\.caf.udce9: found 1\.0 under 'caf.udce9'"):
+            call()
     assert manager.metrics(1) == {}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001"]
 
