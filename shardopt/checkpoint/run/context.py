@@ -300,8 +300,7 @@ class Run:
         begun = sorted(set(self.root.records) - {each.file_name for each in self.branches.values()})
         if begun:
             remedy = "end the other job, or this one; then restore again"
-            paths = [f"{self.root.url}/{name}" for name in begun]
-            problems = [Problem(path, "begun meanwhile", "no new branch", remedy) for path in paths]
+            problems = [Problem(f"{self.root.url}/{at}", "begun meanwhile", "no new branch", remedy) for at in begun]
             raise CheckpointError(
                 "another job has taken this run back while it was looked at", problems, code="run-root"
             )
@@ -335,8 +334,7 @@ class Run:
                 "step %d was restored from %s, where it was saved on %s; step %d in %s was saved later, on %s. If the "
                 "root was put back from a backup, restore(app, step=%d) resumes from what was saved since, and begins "
                 "a branch [run-root]",
-                *(step, restored.url, utc_text(taken)),
-                *(newest.step, self.root.url, utc_text(left), newest.step),
+                *(step, restored.url, utc_text(taken), newest.step, self.root.url, utc_text(left), newest.step),
             )
 
     def take_back(
@@ -345,23 +343,26 @@ class Run:
         """Makes the run continue from a step of a branch, if it does not already. Collective.
 
         Args:
-            newer: what becomes of checkpoints that were saved there after it; a warning names them.
+            newer: what becomes of checkpoints that were saved there after it. A warning names what leaves the run.
             on_tiers: as for `candidates`.
             always: whether it continues on a new branch even if nothing was saved there after it.
         """
-        later = [each for each in self.candidates(seen_from, on_tiers=on_tiers) if each.id.step > step]
+        ids = {each.id for each in (*on_tiers, *self._committed())}
+        later = {id for id in ids if id.step > step and self.branches.has(id, seen_from)}
         if seen_from == self.branches.current and not later and not always:
             return
         record = Branch(self.branches.current + 1, seen_from, step, newer)
+        then = branches_of([*self.branches.values(), record])
+        left = later if newer == "remove" else {id for id in ids if self.branches.has(id) and not then.has(id)}
 
         def add() -> None:
             for root in self.roots:
                 root.add(record)
-            record.warn_of({each.id.step for each in later})
+            record.warn_of({id.step for id in left})
 
         self.is_agreed = False  # if writing fails the record may be there all the same
         self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)
-        self.branches, self.is_agreed = branches_of([*self.branches.values(), record]), True
+        self.branches, self.is_agreed = then, True
 
     def may_remove(self) -> bool:
         """Whether the branches are those of the roots as last listed; logs once that another job began one. Local.

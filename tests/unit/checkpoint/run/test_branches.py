@@ -363,6 +363,22 @@ def test_a_line_says_what_a_rewind_leaves_behind(tmp_path, caplog):
     ]
 
 
+def test_what_a_run_on_a_branch_leaves_behind_is_told_as_it_is(tmp_path, caplog):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    restored(manager, step=100)
+    save(manager, 250)
+    restored(manager, step=200, branch=0)  # step 300 is of no run since the first restore
+    save(manager, 400)
+    restored(manager, step=300, branch=0)  # the end of that branch
+    assert [line.partition(", and leaves ")[2] for line in caplog.messages[1:]] == [
+        "step 250 behind: restore(app, step=250, branch=1) would go on from there",
+        "step 400 behind: restore(app, step=400, branch=2) would go on from there",
+    ]
+    assert manager.abandoned_steps() == {1: [250], 2: [400]}
+    assert restored(manager, step=400, branch=2)[0] == 400 and manager.steps() == [100, 200, 400]
+
+
 @pytest.mark.parametrize(("force", "told"), [(True, 1), (False, 0)])
 def test_a_forced_save_of_the_step_that_the_run_was_rewound_to_is_told(tmp_path, caplog, force, told):
     three_steps(tmp_path)
