@@ -62,7 +62,7 @@ class Steps:
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self.warnings = AppWarnings()
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
-        self._rewound_to: CheckpointId | None = None  # by a restore of a given step
+        self._rewound_to: CheckpointId | None = None  # by a restore that left newer steps behind
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
     @cached_property
@@ -185,7 +185,7 @@ class Steps:
         if url is not None and self._run.ranks.rank == 0:
             but = " but metrics under names that it lacks" if metrics else ""
             text = f"step {id.step} is already in {url}: nothing to save{but}"
-            if at_root and id == self._rewound_to:
+            if at_root and not stops and not metrics and id == self._rewound_to:
                 _log.warning("%s. What was changed since the restore is saved with the next step", text)
             else:
                 announce(text)
@@ -298,7 +298,7 @@ class Steps:
                 self._take_back(restored.id.step, seen_from, newer)
             renamed = restored.report.rename_rules or ()
         self._last = None if restored is None else (restored.id, None)
-        self._rewound_to = None if restored is None or step is None else restored.id
+        self._rewound_to = None if restored is None or run.branches.current == current else restored.id
         self.restored_step = None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)

@@ -384,11 +384,15 @@ def test_a_forced_save_of_the_step_that_the_run_was_rewound_to_is_told(tmp_path,
     three_steps(tmp_path)
     manager = checkpoint.Manager(tmp_path, every=100)
     restored(manager, step=200)
+    manager.save(200, app_of(), force=True, metrics={"accuracy": 0.5})  # of an evaluation
+    assert "changed since the restore" not in caplog.text
     manager.save(200, app_of(5), force=force)
     assert caplog.text.count("changed since the restore is saved with the next step") == told
     save(manager, 300)
     assert manager.restore(app_of()) == 300
     manager.save(300, app_of(5), force=True)  # as at the end of a script
+    assert manager.restore(app_of(), step=300) == 300  # the newest
+    manager.save(300, app_of(), force=True)
     assert caplog.text.count("changed since the restore") == told
 
 
