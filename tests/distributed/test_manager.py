@@ -250,7 +250,7 @@ def keep_the_best_of_the_last_stage(root, stage):
             manager.save(step, {"step": step}, metrics=metrics)
         manager.save(4, {"step": 4}, metrics={"late": 5} if is_last else None)
         manager.wait()
-        manager.add_metrics(4, {"after": 6} if is_last else {})
+        manager.add_metrics(4, {"after": 6} if is_last else None)
         return manager.steps(), manager.metrics(2), manager.metrics(4)
 
 

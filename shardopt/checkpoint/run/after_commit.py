@@ -184,7 +184,7 @@ class AfterCommit:
         # In a round, so that no rank is taken for dead meanwhile.
         self._run.ranks.on_rank_0(f"removing what was abandoned from {self._run.root.url}", self._keeper.remove_newer)
 
-    def add_metrics(self, id: CheckpointId, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, id: CheckpointId, metrics: Mapping[str, float] | None) -> None:
         """Adds metrics to a committed checkpoint, wherever it is; as in `Manager.add_metrics`. Collective.
 
         Raises:
@@ -194,7 +194,7 @@ class AfterCommit:
         run = self._run
         run.ranks.agree(
             f"adding metrics to step {id.step} of {run.root.url}",
-            work=lambda: numbers_of(metrics),
+            work=lambda: None if metrics is None else numbers_of(metrics),
             report=lambda numbers: numbers,
             decide=lambda given: self._add(id, first_given(given)),
         )

@@ -183,14 +183,14 @@ class Manager:
         return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
 
     @is_part_of(SAVING)
-    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_metrics(self, step: int, metrics: Mapping[str, float] | None) -> None:
         """Adds metrics to a saved checkpoint, for example from a later evaluation. Collective.
 
         They count for any job's `Retention(best=)` at the next removal, and for `Export(best=)` of this one at once; of
         one name the last counts. Waits for a save of the step. They are beside the checkpoint in root and mirror.
 
         Args:
-            metrics: numbers by name; empty on ranks without any. Those of the lowest rank that gives a name count.
+            metrics: numbers by name; None on ranks without any. Those of the lowest rank that gives a name count.
 
         Raises:
             CheckpointNotFoundError: there is no such checkpoint.

@@ -59,6 +59,10 @@ def test_metrics_of_what_is_not_there_are_refused_and_others_are_numbers(tmp_pat
     for call in (lambda: manager.add_metrics(1, odd), lambda: manager.save(2, app_of(2), metrics=odd)):
         with pytest.raises(StateError, match=r"metrics\.caf.udce9: found 1\.0 under 'caf.udce9'"):
             call()
+    for nothing in (None, {}):  # as on all ranks but the last stage of a pipeline
+        manager.add_metrics(1, nothing)
+    with pytest.raises(CheckpointNotFoundError):
+        manager.add_metrics(2, None)
     assert manager.metrics(1) == {}
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000001"]
 
