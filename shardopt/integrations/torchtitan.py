@@ -26,9 +26,13 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.tools import filesystem
 
 from shardopt import checkpoint
+from shardopt.algorithms.registry import spec_of
+from shardopt.checkpoint.reports import announce
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.optim.core.base import KeyedOptimizer
 from shardopt.optim.keyed import keyed
+from shardopt.optim.state_dict.options import known_options
+from shardopt.ranks import ranks_of
 
 MODEL, OPTIMIZER, SCHEDULE, DATA, TRAINER = "model", "optimizer", "lr_scheduler", "dataloader", "train_state"
 _RANKS = "world_size"  # under which torchtitan's loaders have the number of data ranks
@@ -112,7 +116,9 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             optimizer.keep_options("lr")
         try:
             if self._config.load_only and step != -1:
-                checkpoint.load(self._manager.path(step), app, select=select, init_state=True)
+                report = checkpoint.load(self._manager.path(step), app, select=select, init_state=True)
+                if ranks_of().rank == 0:
+                    announce(f"loaded step {step} from {report.url}; the run stays as it is")
             elif not self._manager.restore(app, step=None if step == -1 else step, select=select):
                 if not path:
                     return False
@@ -160,7 +166,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
     Args:
         config: as torchtitan's: of each group its pattern, the first that is found in a name counts, and the name and
             options of its algorithm, any that `shardopt.keyed` knows. `implementation` is "fused", "foreach" or
-            "for-loop".
+            "for-loop", for algorithms that have it.
         model_parts: of this rank; the patterns may match on other ranks alone.
 
     Raises:
@@ -181,7 +187,12 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
         _refuse_groups(config, named)
         implementation = {name: config.implementation == name for name in ("fused", "foreach")}
         groups = [
-            {"match": group.pattern, "algorithm": group.optimizer_name, **implementation, **group.optimizer_kwargs}
+            {
+                "match": group.pattern,
+                "algorithm": group.optimizer_name,
+                **known_options(spec_of(group.optimizer_name).optimizer, implementation),
+                **group.optimizer_kwargs,
+            }
             for group in config.param_groups
         ]
         self.model_parts = model_parts

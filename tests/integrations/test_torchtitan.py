@@ -196,7 +196,7 @@ def test_a_checkpoint_that_torchtitan_wrote_by_itself_is_moved_over(tmp_path):
         assert losses == pytest.approx({step: expected[step] for step in range(5, 9)}, rel=1e-5 if ranks == 3 else 0)
 
 
-def small_job(folder, steps, rate=1e-3, whole_schedules=False, **options):
+def small_job(folder, steps, rate=1e-3, algorithm="AdamW", whole_schedules=False, **options):
     """A job of torchtitan's parts around one layer: loads, and trains. Returns where it began, and its rates.
 
     Args:
@@ -217,8 +217,9 @@ def small_job(folder, steps, rate=1e-3, whole_schedules=False, **options):
             self.step, self.ntokens_seen = state["step"], state["ntokens_seen"]
 
     model, trained = torch.nn.Linear(4, 4), Trained()
-    adamw = {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": rate}}
-    groups = [parts.ParamGroupConfig(pattern=".*", **adamw)]
+    named = {"bias": "AdamW", ".*": algorithm}
+    kwargs = {"optimizer_kwargs": {"lr": rate}}
+    groups = [parts.ParamGroupConfig(pattern=each, optimizer_name=name, **kwargs) for each, name in named.items()]
     config = ours.ShardoptOptimizers.Config(param_groups=groups, implementation="for-loop")
     optimizers = ours.ShardoptOptimizers(config, model_parts=[model])
 
@@ -247,10 +248,19 @@ def small_job(folder, steps, rate=1e-3, whole_schedules=False, **options):
     return began, rates
 
 
-def test_a_step_that_is_only_looked_at_does_not_rewind_the_run(tmp_path):
+@pytest.mark.parametrize("algorithm", ["Muon", "ScheduleFreeAdamW", "Adafactor", "SGD"])
+def test_algorithms_without_fused_or_foreach_steps_are_taken_beside_others(tmp_path, algorithm):
+    run = str(tmp_path / "run")
+    small_job(run, 4, algorithm=algorithm)
+    assert small_job(run, 6, algorithm=algorithm)[0] == 4
+
+
+def test_a_step_that_is_only_looked_at_does_not_rewind_the_run(tmp_path, caplog):
+    caplog.set_level("INFO", "shardopt")
     run = str(tmp_path / "run")
     assert small_job(run, 6)[0] == 0
     assert small_job(run, 4, load_only=True, load_step=4) == (4, [])
+    assert f"loaded step 4 from {run}/step-00000004; the run stays as it is" in caplog.text
     assert small_job(run, 6) == (6, [])
     assert small_job(run, 5, load_step=4)[0] == 4
     assert checkpoint.Manager(run).abandoned_steps() == {0: [6]}
