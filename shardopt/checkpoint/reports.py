@@ -71,7 +71,7 @@ class SaveReport(OfUrl):
     staging_seconds: float = 0.0
     writing_seconds: float = 0.0
     bytes_unchanged: int = 0
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
