@@ -13,7 +13,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.assign import Assignment, Member
@@ -25,7 +25,7 @@ from shardopt.ranks.kinds import pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
-from shardopt.state.paths import Path, kinds_differ, tell_path
+from shardopt.state.paths import STATE, Path, kinds_differ, tell_path
 from shardopt.state.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
@@ -34,7 +34,7 @@ _BY_NUMBER = (
     "state of an optimizer is under numbers of parameters here, which are others on each rank: put the modules with "
     "these parameters into the app, or make the optimizer of model.named_parameters(); otherwise "
 )
-_NUMBERED = re.compile(r"(^|\.)(state|param_groups)\.\d+(\.|$)")
+_NUMBERED = re.compile(r"(^|\.)param_groups\.\d+(\.|$)")
 _STEP_ALIKE = (
     "use shardopt.optim.ReduceLROnPlateau, which takes the mean of all ranks, or pass each rank the same metric"
 )
@@ -201,9 +201,9 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
         other = next((rank for rank, value in unlike.items() if canonical_of(value) != canonical_of(first)), None)
         problems += _other_kinds(key, {rank: each for rank, (each, _) in by_rank.items()})
         if key in geometry.members or key in geometry.per_rank or key in geometry.tied:
-            problems.append(_differs(key, "tensors on some ranks, plain values on others"))
+            problems.append(_differs(key, "tensors on some ranks, plain values on others", path=path))
         elif other is not None:
-            problems.append(value_differs(key, {first_rank: first, other: unlike[other]}))
+            problems.append(value_differs(key, {first_rank: first, other: unlike[other]}, path))
         else:
             texts = tuple(dict.fromkeys([text, *map(text_of, unlike.values())]))
             if texts not in united_of:
@@ -265,16 +265,17 @@ def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tup
         ranks = {number: merger.kinds[number][0] for number in by_kind}
     order = sorted(ranks, key=ranks.__getitem__)
     first_rank, first = ranks[order[0]], by_kind[order[0]]
+    path = decode_path(key, first.path)
     for number in order:
         rank, other = ranks[number], by_kind[number]
         if other.dtype != first.dtype:
             difference = f"{first.dtype} on rank {first_rank}, {other.dtype} on rank {rank}"
-            raise StateError("", [_differs(key, difference)], code="ranks-differ")
+            raise StateError("", [_differs(key, difference, path=path)], code="ranks-differ")
         if other.layout.shape != first.layout.shape or (
             other.layout is not first.layout and not (other.layout.local and first.layout.local)
         ):
             difference = f"{_place(first.layout)} on rank {first_rank}, {_place(other.layout)} on rank {rank}"
-            raise StateError("", [_differs(key, difference)], code="ranks-differ")
+            raise StateError("", [_differs(key, difference, path=path)], code="ranks-differ")
     return {number: by_kind[number] for number in order}, first
 
 
@@ -361,7 +362,7 @@ def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
     return []
 
 
-def value_differs(key: str, by_rank: Mapping[int, Any]) -> Problem:
+def value_differs(key: str, by_rank: Mapping[int, Any], path: Path = ()) -> Problem:
     """Describes the first entry in which the values of two ranks, as encoded, differ."""
     one, other = by_rank.values()
     remedy = _STEP_ALIKE if "num_bad_epochs" in _entries(one)[1] else _MAKE_ALIKE
@@ -376,7 +377,7 @@ def value_differs(key: str, by_rank: Mapping[int, Any]) -> Problem:
     if "__semi_sync" in key.split("."):  # the position of islands (`optim/semi_sync`)
         remedy = _ISLANDS_ALIKE
     difference = ", ".join(f"{_short(wire)} on rank {rank}" for rank, wire in zip(by_rank, (one, other), strict=True))
-    return _differs(key, difference, remedy)
+    return _differs(key, difference, remedy, path)
 
 
 def _entries(wire: Any) -> tuple[str, dict[Any, Any]]:
@@ -387,8 +388,10 @@ def _entries(wire: Any) -> tuple[str, dict[Any, Any]]:
     return kind, dict(enumerate(body)) if kind in ("list", "tuple") else {}
 
 
-def _differs(key: str, difference: str, remedy: str = _MAKE_ALIKE) -> Problem:
-    remedy = _BY_NUMBER + remedy if _NUMBERED.search(key) and remedy is _MAKE_ALIKE else remedy
+def _differs(key: str, difference: str, remedy: str = _MAKE_ALIKE, path: Path = ()) -> Problem:
+    # Names of modules, as "state.0.weight", have no numbers.
+    by_number = any(name == STATE and type(number) is int for name, number in pairwise(path[:-1]))
+    remedy = _BY_NUMBER + remedy if (by_number or _NUMBERED.search(key)) and remedy is _MAKE_ALIKE else remedy
     return Problem(key, difference, "the same on every rank that has the key", remedy)
 
 

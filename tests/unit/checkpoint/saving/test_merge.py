@@ -288,9 +288,29 @@ def test_the_entry_that_differs_is_named(one, other, told):
     assert told in str(problem)
 
 
-@pytest.mark.parametrize("key", ["stages.0.state.3.step", "state.0", "optimizer.param_groups.1"])
-def test_the_error_of_state_by_number_says_how_it_gets_names(key):
-    assert "make the optimizer of model.named_parameters()" in value_differs(key, {0: 1, 1: 2}).remedy
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (("stages.0", "state", 3, "step"), True),
+        (("optimizer", "param_groups", "1"), True),
+        (("model", "state.0.weight"), False),
+        (("model", "state", "0", "weight"), False),
+        (("meters", "state", 1), False),
+    ],
+)
+def test_the_error_of_state_by_number_says_how_it_gets_names(path, told):
+    problem = value_differs(".".join(map(str, path)), {0: 1, 1: 2}, path)
+    assert ("make the optimizer of model.named_parameters()" in problem.remedy) == told
+
+
+@pytest.mark.parametrize(("number", "told"), [(0, True), ("0", False)])
+def test_the_error_of_tensors_under_numbers_says_how_they_get_names(number, told):
+    path, key = ("optimizer", "state", number, "exp_avg"), "optimizer.state.0.exp_avg"
+    tensors = [{key: (path, DTYPES["float32"], Layout.replicated(shape))} for shape in ((2,), (3,))]
+    wires = [Description({}, each, {}, {}, {}, {}, "none", {}).geometry_json() for each in tensors]
+    with pytest.raises(StateError, match="exp_avg: found shape") as refused:
+        merge_geometry([(0,), (1,)], wires)
+    assert ("model.named_parameters()" in str(refused.value)) == told
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
