@@ -26,7 +26,7 @@ ELSEWHERE = {
 }
 TEXTS = {
     "take a step with rate 0 before": "tests/unit/checkpoint/loading/test_lost_wrappers.py",
-    "delete(…), and": "tests/unit/checkpoint/run/test_manager.py follows it",
+    "a start by restore(app, step=…) resumes it": "tests/unit/checkpoint/run/test_stopping.py follows it",
     "load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",
     "checkpoint.load(…, app, rename=…": "tests/unit/checkpoint/loading/test_rename_left_in_script.py",
     "give one of them memory of its own": "tests/unit/checkpoint/loading/test_overlapping.py",

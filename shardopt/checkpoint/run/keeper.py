@@ -198,8 +198,9 @@ class Keeper(Task):
                 else "of another job",
             )
         # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
-        # not dead yet, is about to give up.
-        return unwanted + [id for id in own if id.step < newest and id.step not in keep]
+        # not dead yet, is about to give up. Links that lead nowhere stay: their archive may be back later.
+        below, known = [id for id in own if id.step < newest and id.step not in keep], {*whole}
+        return unwanted + [id for id in below if id in known or root.checkpoint(id).missing_target() is None]
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
         """Returns the steps that rules keep.
@@ -238,10 +239,11 @@ class Keeper(Task):
     def _read_added(self, root: Root, known: Mapping[CheckpointId, Noted]) -> Collection[CheckpointId]:
         """Reads the metrics that were added to checkpoints by now; returns those of which they cannot be read.
 
-        What was known of these counts on. So it does of all that come after two where a store fails: there each read
-        takes many attempts.
+        What was known of these counts on. After two that a store fails to return the others are not read, as each takes
+        many attempts: they are returned too.
         """
         failed: dict[CheckpointId, CheckpointError] = {}
+        skipped: list[CheckpointId] = []
 
         def read(id: CheckpointId) -> Noted:
             if len(failed) < 2 or not root.storage.is_remote:
@@ -249,6 +251,8 @@ class Keeper(Task):
                     return _noted_again(root, id, known[id])
                 except CheckpointError as error:
                     failed[id] = error
+            else:
+                skipped.append(id)
             return known[id]
 
         if known:
@@ -262,7 +266,7 @@ class Keeper(Task):
                     self._noted[id] = noted
         for id, error in failed.items():
             self._tell_once(root.checkpoint(id).url, _UNREAD, error, "readable")
-        return failed
+        return [*failed, *skipped]
 
     def _remove(self, root: Root, ids: Collection[CheckpointId]) -> None:
         busy, names = _busy_urls(), self._in_use(root)

@@ -124,11 +124,17 @@ def test_a_run_that_lost_a_rank_resumes_on_three_with_the_same_losses(tmp_path):
 def test_a_run_saves_and_stops_after_either_signal(tmp_path, signum):
     """As its README says of `kill` and Ctrl-C, which torchrun passes on."""
     assert main(["new", str(tmp_path)]) == 0
-    config = program_in(tmp_path).read_config(tmp_path / "config.toml").model_copy(update={"out": str(tmp_path)})
-    with program_in(tmp_path).make_manager(config) as manager, pytest.raises(SystemExit) as ended:
+    assert run_ranks(1, _stopped, tmp_path, signum) == [128 + signum]
+    assert checkpoint.Manager(f"{tmp_path}/checkpoints").steps() == [3]
+
+
+def _stopped(folder, signum):
+    """Returns the status with which a run ends after a signal. A process of its own, as it goes on listening."""
+    config = program_in(folder).read_config(folder / "config.toml").model_copy(update={"out": str(folder)})
+    with program_in(folder).make_manager(config) as manager, pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signum)
         manager.save(3, {"step": 3})
-    assert ended.value.code == 128 + signum and checkpoint.Manager(f"{tmp_path}/checkpoints").steps() == [3]
+    return ended.value.code
 
 
 def test_a_directory_in_the_home_directory_is_made_there(tmp_path, monkeypatch):
