@@ -15,11 +15,11 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import address_of, torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
 from shardopt.checkpoint.loading.torchs.kept_dtypes import STEP
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
-from shardopt.sharding.view import view_of
+from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import FlatState, RestoreTarget, Tied
@@ -36,7 +36,7 @@ class TorchsState:
         stored: name → path within its state → what is stored there; also of names that are keys of the state, as of no
             parameter.
         strange: names of those whose state another algorithm has saved: they get only what their own has.
-        dtypes: id of a parameter → the dtype with which it is stored itself, of those for which that is known.
+        dtypes: memory of a parameter → the dtype with which it is stored itself, of those for which that is known.
     """
 
     optimizer: Optimizer
@@ -64,10 +64,9 @@ class TorchsState:
                 made = {**lazy_state(self.optimizer, group, parameter), **made}
             numbers_go_along = bool(group.get("capturable") or group.get("fused"))
             devices = (parameter.device if numbers_go_along else _CPU, parameter.device)
-            devices = devices if name in self.parameters else (_CPU, _CPU)
             stored = {} if name in self.strange else self.stored[name]
             absent = {path: each for path, each in stored.items() if not path or path[0] not in made}
-            saved_as = self.dtypes.get(id(parameter)) if name in self.parameters else None
+            saved_as = self.dtypes.get(_memory_of(parameter)) if name in self.parameters else None
             places = nest({path: _place_for(path, each, parameter, saved_as, devices) for path, each in absent.items()})
             self.optimizer.state[key] = places if () in absent else {**made, **places}
 
@@ -114,12 +113,17 @@ def torchs_state(
     own = {name_here[name]: each for name, each in stored.items() if name in name_here}
     if numbered is not None and not numbered.in_order and not strange:
         own |= _of_no_parameter({name: each for name, each in stored.items() if name not in name_here}, target, keys)
-    ids = {id(each) for each in parameters.values()}
-    here = {key: id(leaf.value) for key, leaf in flat.leaves.items() if id(leaf.value) in ids}
+    # By memory: the app may have the tensors of a state_dict, which are others than the parameters.
+    here = {key: _memory_of(leaf.value) for key, leaf in flat.leaves.items() if isinstance(leaf.value, torch.Tensor)}
     known = [manifest.tensors] if whole is None else [manifest.tensors, whole.tensors]
     saved = {each: tensors[key] for key, each in here.items() for tensors in reversed(known) if key in tensors}
     dtypes = {each: torch_dtype(stored.dtype) for each, stored in saved.items()}
     return TorchsState(optimizer, parameters, own, strange, dtypes)
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Returns the address of a tensor's memory on this rank, or its own number where it has none."""
+    return next(filter(None, map(address_of, local_tensors(tensor))), id(tensor))
 
 
 def _of_no_parameter(

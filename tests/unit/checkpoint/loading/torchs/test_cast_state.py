@@ -75,6 +75,16 @@ def test_a_step_after_a_load_that_casts_is_that_after_torchs(tmp_path, make, dty
             assert state["seen"] == 257 * 3
 
 
+def test_an_app_may_have_the_tensors_of_a_state_dict(tmp_path):
+    """Which are others than the parameters, and share their memory."""
+    saved, app = app_of(sgd(), torch.bfloat16), app_of(sgd(), torch.float32)
+    train(saved, 2)
+    checkpoint.save(tmp_path / "c", {**saved, "model": saved["model"].state_dict()})
+    into = {**app, "model": app["model"].state_dict()}
+    checkpoint.load(tmp_path / "c", into, init_state=True, strict=Strictness(dtype="cast"))
+    assert app["optimizer"].state[app["model"].weight]["momentum_buffer"].dtype == torch.float32
+
+
 def test_state_alone_that_does_not_fit_the_dtype_here_is_refused(tmp_path):
     saved, app = app_of(sgd(), torch.bfloat16), app_of(sgd(), torch.float32)
     train(saved, 1)

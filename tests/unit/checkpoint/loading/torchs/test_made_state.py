@@ -141,7 +141,8 @@ def test_a_failed_load_leaves_state_as_it_was(tmp_path, make):
     assert state_of(app) == before
 
 
-def test_state_of_no_parameter_is_on_the_cpu_unless_it_has_the_shape_of_one(tmp_path):
+def test_state_of_no_parameter_is_on_the_device_of_parameters(tmp_path):
+    """No device is stored; a step that finds it on another one would fail."""
     saved = app_of(OfAll)
     train(saved)
     saved["optimizer"].state["all"]["mean"] = torch.zeros(2, 2)
@@ -153,7 +154,7 @@ def test_state_of_no_parameter_is_on_the_cpu_unless_it_has_the_shape_of_one(tmp_
     made = TorchsState(optimizer, {"weight": parameter}, {"all": stored, "weight": stored}, (), {})
     made.init_state(names=["all", "weight"])
     of_all, own = ({key: each.device.type for key, each in made.state[at].items()} for at in ("all", parameter))
-    assert of_all == {"norm": "cpu", "mean": "meta"} and own == {"norm": "meta", "mean": "meta"}
+    assert of_all == own == {"norm": "meta", "mean": "meta"}
 
 
 def test_entries_that_the_constructor_made_stay_the_same_tensors(tmp_path):
