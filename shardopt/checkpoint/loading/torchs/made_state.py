@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
@@ -123,7 +124,8 @@ def torchs_state(
 
 def _memory_of(tensor: torch.Tensor) -> int:
     """Returns the address of a tensor's memory on this rank, or its own number where it has none."""
-    return next(filter(None, map(address_of, local_tensors(tensor))), id(tensor))
+    here = () if is_lazy(tensor) else local_tensors(tensor)
+    return next(filter(None, map(address_of, here)), id(tensor))
 
 
 def _of_no_parameter(
