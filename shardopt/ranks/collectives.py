@@ -34,7 +34,7 @@ class Exchange:
 
 
 class _OnStream:
-    """What has been queued on a stream of its own until now."""
+    """Work that has been queued on a stream of its own until now."""
 
     def __init__(self, stream: Any) -> None:
         self._device = stream.device
