@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -97,30 +97,10 @@ class WholeCheckpoint(Storage):
 
         yield fetch
 
-    def make(self) -> None:
-        _refuse()
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise CheckpointError("a checkpoint on hosts is written share by share", code="host-directory")
 
-    def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        _refuse()
-
-    def publish(self, name: str, data: bytes) -> None:
-        _refuse()
-
-    def publish_new(self, name: str, data: bytes) -> bool:
-        _refuse()
-
-    def remove(self, name: str) -> None:
-        _refuse()
-
-    def remove_if_empty(self) -> None:
-        _refuse()
-
-    def child(self, name: str) -> Storage:
-        _refuse()
+    make = write = publish = publish_new = remove = remove_if_empty = child = _refuse
 
     def parent(self) -> None:
         return None
-
-
-def _refuse() -> NoReturn:
-    raise CheckpointError("a checkpoint on hosts is written share by share", code="host-directory")

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES
 from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
@@ -100,7 +100,7 @@ def _bytes_of(answer: Any) -> int:
 
 
 class ReplayStorage(Storage):
-    """A storage that records or replays its answers. Calls that opening does not make go straight through.
+    """A storage that records or replays its answers, for reading only. Of data nothing is recorded.
 
     Args:
         place: "..", where it is the directory above that of the checkpoint.
@@ -145,35 +145,7 @@ class ReplayStorage(Storage):
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
         self._storage.read_into(name, spans)
 
-    def make(self) -> None:
-        self._storage.make()
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError(f"{self.url} is only read")
 
-    def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        return self._storage.write(name, buffers)
-
-    def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
-        return self._storage.write_atomically(name, buffers)
-
-    def publish(self, name: str, data: bytes) -> None:
-        self._storage.publish(name, data)
-
-    def publish_new(self, name: str, data: bytes) -> bool:
-        return self._storage.publish_new(name, data)
-
-    def may_appear(self, name: str) -> bool:
-        return self._storage.may_appear(name)
-
-    def remove(self, name: str) -> None:
-        self._storage.remove(name)
-
-    def remove_durably(self, name: str) -> None:
-        self._storage.remove_durably(name)
-
-    def remove_if_empty(self) -> None:
-        self._storage.remove_if_empty()
-
-    def is_link(self) -> bool:
-        return self._storage.is_link()
-
-    def free_bytes(self) -> int | None:
-        return self._storage.free_bytes()
+    make = write = publish = publish_new = remove = remove_if_empty = _refuse
