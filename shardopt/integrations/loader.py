@@ -63,7 +63,7 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
 
 def position_of(loader: Any) -> ResumableSampler | None:
     """Returns the sampler with the position of one of our loaders, or the sampler that this is; else None."""
-    for each in (loader, getattr(loader, "positions", None), getattr(loader, "position", None)):
+    for each in (loader, getattr(loader, "position", None)):
         if isinstance(each, ResumableSampler):
             return each
     return None
@@ -75,12 +75,39 @@ def batches_left(at: ResumableSampler) -> int:
     return left // at.batch_size if at.drop_last else -(-left // at.batch_size)
 
 
-def batches_of_epoch(at: ResumableSampler) -> int:
-    """Returns the number of batches of a whole epoch, the same on any number of ranks."""
-    return at.size // at.batch_size if at.drop_last else -(-at.size // at.batch_size)
+class Positioned:
+    """A loader with one position for the whole job: that of its sampler, which is its state.
+
+    Attributes:
+        position: the sampler.
+    """
+
+    position: ResumableSampler
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch of the next batch, from 0."""
+        return self.position.epoch
+
+    def __len__(self) -> int:
+        """The number of batches in a whole epoch, the same on any number of ranks."""
+        at = self.position
+        return at.size // at.batch_size if at.drop_last else -(-at.size // at.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, the same on every rank."""
+        return self.position.state_dict()
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError if the state belongs to another data set or mixture."""
+        self.position.check_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resumes where the state was taken; the loader must be iterated again. Raises as `check_state_dict`."""
+        self.position.load_state_dict(state_dict)
 
 
-class ResumableLoader:
+class ResumableLoader(Positioned):
     """A DataLoader over a `ResumableSampler`, as one object with a length, an order and a position.
 
         ResumableLoader(dataset, batch_size=64, seed=0, num_workers=2)
@@ -137,27 +164,6 @@ class ResumableLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
         refuse_any_order(self._loader)
 
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch of the next batch, from 0."""
-        return self.position.epoch
-
-    def __len__(self) -> int:
-        """The number of batches in a whole epoch, the same on any number of ranks."""
-        return batches_of_epoch(self.position)
-
     def __iter__(self) -> Iterator[Any]:
         """Yields the remaining batches of this epoch."""
         return rest_of_epoch(self._loader, self.position)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position, the same on every rank."""
-        return self.position.state_dict()
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError if the state belongs to another data set or mixture."""
-        self.position.check_state_dict(state_dict)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes where the state was taken; raises MismatchError for another data set or mixture."""
-        self.position.load_state_dict(state_dict)

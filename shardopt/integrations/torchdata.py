@@ -18,11 +18,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shardopt.data.sampler import ResumableSampler, refuse_any_order
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
-from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
+from shardopt.integrations.loader import Positioned, rest_of_epoch, sampler_of
 from shardopt.state.state import PerRank
 
 
-class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
+class ResumableStatefulLoader(Positioned, StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
     """A `StatefulDataLoader` over a map-style data set, whose position is the same on every rank.
 
         loader = ResumableStatefulLoader(dataset, batch_size=64, seed=0, num_workers=4)
@@ -62,7 +62,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         **options: Any,
     ) -> None:
         _refuse(dataset, options)
-        self.positions = sampler_of(
+        self.position = sampler_of(
             dataset,
             weights,
             batch_size=batch_size,
@@ -72,34 +72,13 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
             rank=rank,
             ranks=ranks,
         )
-        super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
+        super().__init__(dataset, batch_sampler=_Batches(self.position), **options)
         refuse_any_order(self)
-
-    @property
-    def epoch(self) -> int:
-        """The number of the epoch of the next batch, from 0."""
-        return self.positions.epoch
-
-    def __len__(self) -> int:
-        """The number of batches in a whole epoch, the same on any number of ranks."""
-        return batches_of_epoch(self.positions)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the rest of this epoch, from the position when the first batch is requested."""
         shield_if_listening(self)
-        yield from rest_of_epoch(_Opened(super().__iter__), self.positions)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the whole job: the same on every rank, for any number of ranks."""
-        return self.positions.state_dict()
-
-    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError if the state belongs to another data set or mixture."""
-        self.positions.check_state_dict(state_dict)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes where the state was taken; the loader must be iterated again."""
-        self.positions.load_state_dict(state_dict)
+        yield from rest_of_epoch(_Opened(super().__iter__), self.position)
 
 
 class RankPosition:

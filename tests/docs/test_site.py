@@ -199,7 +199,7 @@ def _has_docstring(value):
 
 # What a framework's file has for the others beside it.
 BETWEEN_INTEGRATIONS = {"lightning_state", "optimizers", "run"}
-HELPERS = {"batches_left", "sampler_of", "rest_of_epoch", "batches_of_epoch", "position_of"}
+HELPERS = {"Positioned", "batches_left", "sampler_of", "rest_of_epoch", "position_of"}
 
 
 def _public_integrations():
