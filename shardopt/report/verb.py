@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.text import nbytes_text, plural
 from shardopt.cli.output import Output, Span
@@ -26,17 +26,14 @@ def report(
     against: str | None,
     values: bool,
     log: Sequence[str] | None,
-    keep_last: int | None,
-    keep_every: int | None,
-    best: str | None,
-    keep_seconds: float | None,
+    **of_rules: Any,
 ) -> int:
     """Writes a report, and prints what a reader should look at first."""
     if out is None and not output.as_json:
         problem = Problem("--out", "no file", "a file to write, or --json", "add -o report.html")
         raise OptionError("invalid arguments", [problem])
     page_of = None if out is None else html.page_of  # before the bytes are read, which may take long
-    rules = parse_rules(keep_last, keep_every, best, keep_seconds)
+    rules = parse_rules(**of_rules)
     document = report_document(urls, against, values, log or (), rules)
     if out is not None and page_of is not None:
         data = page_of(document).encode("utf-8", "backslashreplace")  # paths may have bytes that are no text

@@ -22,17 +22,13 @@ def convert(
     dst: str,
     to: Any,
     rename: Sequence[str] | None,
-    select: str | None,
-    skip: str | None,
     dtype: str | None,
-    weights: str | None,
     max_file_bytes: int | None,
-    world_size: int | None,
-    drop_per_rank: bool,
     check: bool,
     digests: bool,
+    **options: Any,
 ) -> int:
-    """Writes the checkpoint at `src` to `dst` in the format `to`."""
+    """Writes the checkpoint at `src` to `dst` in the format `to`, with other options of `checkpoint.convert`."""
     wanted = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
     if dtype is not None and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         problem = Problem("--dtype", dtype, "a floating-point dtype of torch", "such as bfloat16")
@@ -43,15 +39,11 @@ def convert(
             dst,
             to,
             rename=parse_rename(rename or ()),
-            select=select,
-            skip=skip,
             dtype=wanted,
-            weights=weights,
-            world_size=world_size,
-            drop_per_rank=drop_per_rank,
+            max_file_bytes=MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes,
             check=check,
             progress=progress,
-            max_file_bytes=MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes,
+            **options,
         )
     for key, digest in report.digests.items() if digests else ():
         output.line(f"{digest}  {key}")

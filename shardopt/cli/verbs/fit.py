@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardopt.checkpoint.estimating.estimate import MEASURE_SECONDS
 from shardopt.checkpoint.estimating.stored import estimate_stored
 from shardopt.checkpoint.text import plural
@@ -18,24 +20,20 @@ def fit(
     ranks: int | None,
     steps: int | None,
     every: int | None,
-    keep_last: int | None,
-    keep_every: int | None,
-    best: str | None,
-    keep_seconds: float | None,
     seconds_per_step: float | None,
     measure: float | None,
+    **of_rules: Any,
 ) -> int:
     """Prints the estimate. Under torchrun it is collective: all processes measure at one time, and rank 0 prints."""
     if measure is not None and not measure >= 0:
         problem = Problem("--measure", str(measure), "0 seconds, or more", "give a number")
         raise OptionError("invalid arguments", [problem])
-    of_run: dict[str, object] = {"every": every, "keep-last": keep_last, "keep-every": keep_every, "best": best}
-    of_run |= {"keep-seconds": keep_seconds, "seconds-per-step": seconds_per_step}
-    given = [f"--{name}" for name, value in of_run.items() if value is not None]
+    of_run = {"every": every, **of_rules, "seconds_per_step": seconds_per_step}
+    given = [f"--{name.replace('_', '-')}" for name, value in of_run.items() if value is not None]
     if given and steps is None:
         problem = Problem(", ".join(given), "no --steps", "the steps of the run to be", "add --steps N")
         raise OptionError("invalid arguments", [problem])
-    rules = parse_rules(keep_last, keep_every, best, keep_seconds)
+    rules = parse_rules(**of_rules)
     with joined() as processes:
         found = estimate_stored(
             processes,

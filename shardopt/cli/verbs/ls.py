@@ -40,18 +40,9 @@ Tier = tuple[Mapping[str, Any], TierListing | None]
 """A tier as recorded in the root of a run, and this host's share of it, if any."""
 
 
-def ls(
-    output: Output,
-    *,
-    url: str,
-    verify: bool,
-    keep_last: int | None,
-    keep_every: int | None,
-    best: str | None,
-    keep_seconds: float | None,
-) -> int:
+def ls(output: Output, *, url: str, verify: bool, **of_rules: Any) -> int:
     """Lists a run, a tier or one checkpoint; status 1 if one of the run's is damaged or unreadable."""
-    rules = parse_rules(keep_last, keep_every, best, keep_seconds)
+    rules = parse_rules(**of_rules)
     if is_tier(url):
         return _ls_tier(output, url, verify)
     listing = list_run(url, verify)

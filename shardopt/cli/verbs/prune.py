@@ -24,17 +24,7 @@ _DEAD_SECONDS = 86_400.0  # since a file was written: no save pauses for so long
 _NEXT_SAVE = "the next save of the run removes what is left of them"
 
 
-def prune(
-    output: Output,
-    *,
-    root: str,
-    keep_last: int | None,
-    keep_every: int | None,
-    best: str | None,
-    keep_seconds: float | None,
-    verify: bool,
-    yes: bool,
-) -> int:
+def prune(output: Output, *, root: str, verify: bool, yes: bool, **of_rules: Any) -> int:
     """Lists the checkpoints to be removed, or removes them.
 
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
@@ -48,7 +38,7 @@ def prune(
     Raises:
         OptionError: something would be removed, and no checkpoint of the run has the metric of `best`.
     """
-    rules = parse_rules(keep_last, keep_every, best, keep_seconds, required=True)
+    rules = parse_rules(**of_rules, required=True)
     listing = list_run(root, verify)
     if not (listing.checkpoints or listing.branches):
         problem = Problem(listing.url, "no checkpoint of a run", "the root of a run", "give another path")
