@@ -33,8 +33,8 @@ def holders(copies: int, with_racks: bool) -> list[frozenset[int]]:
     have = [{host} for host in range(HOSTS)]
     files = {str(host): [host] for host in range(HOSTS)}
     for host in range(HOSTS):
-        for fetch in fetches_of(host, files, domains, copies):
-            have[int(fetch.name)].add(host)
+        for name in fetches_of(host, files, domains, copies):
+            have[int(name)].add(host)
     return [frozenset(each) for each in have]
 
 

@@ -33,7 +33,7 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_pe
     Returns:
         Whether it has all of it now. What it could not get or write is logged.
     """
-    fetches = fetches_of(hosts.number, whole.holders, hosts.domains, copies)
+    wanted = fetches_of(hosts.number, whole.holders, hosts.domains, copies)
     files = {file.name: file for file in whole.manifest.files}
     try:
         with wrap_os_errors(f"copy {whole.url} to {whole.share.url}"):
@@ -42,7 +42,7 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, max_bytes_pe
                     whole.share.clear()  # its files are of another save
                 whole.share.make()
                 whole.share.publish(RECORD_NAME, whole.record)
-            for name, _ in fetches:
+            for name in wanted:
                 if whole.share.files().get(name) != files[name].nbytes:
                     copy_file(whole, whole.share, files[name], max_bytes_per_second)
     except CheckpointError as error:

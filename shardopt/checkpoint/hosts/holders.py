@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shardopt.checkpoint.format.manifest import Manifest
 
@@ -28,14 +27,7 @@ def missing(holders: Holders) -> list[str]:
     return [name for name, hosts in holders.items() if not hosts]
 
 
-class Fetch(NamedTuple):
-    """A file for a host to fetch, and the hosts that have it."""
-
-    name: str
-    sources: Sequence[int]
-
-
-def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copies: int) -> list[Fetch]:
+def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copies: int) -> list[str]:
     """Returns the files for a host to fetch, so that each file is on `copies` hosts, or on all if there are fewer.
 
     A file goes from its first holder to those that follow it in a ring: so each of n alike hosts sends and receives as
@@ -46,7 +38,7 @@ def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copie
         domains: of each host; None is no domain that two could share.
     """
     return [
-        Fetch(name, have)
+        name
         for name, have in holders.items()
         if len(have) < copies and host in _chosen(have, domains, copies - len(have))
     ]
