@@ -186,18 +186,11 @@ class Peers:
         self._take(link, link.rest)
 
     def _accept(self, listener: Socket) -> None:
-        try:
-            socket = world().accept(listener)
-        except BlockingIOError:
-            return
-        except OSError:
-            self.unauthenticated.make_room()
-            world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
-            return
         assert self.session is not None
-        link = Link(socket)
-        self.unauthenticated.add(link, Listening(self.session.name, self.session.key, self._tree.rank, self._known))
-        self.selector.register(socket, READ, link)
+        side = Listening(self.session.name, self.session.key, self._tree.rank, self._known)
+        link = self.unauthenticated.accept(listener, side)
+        if link is not None:
+            self.selector.register(link.socket, READ, link)
 
     def _known(self, rank: int) -> Link | None:
         """Returns the connection of a rank below that may come back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from typing import Any
 
 from shardopt.ranks.connections.frames import Message
 from shardopt.ranks.connections.link import Link
@@ -29,14 +30,23 @@ class UnauthenticatedPeers:
     def __init__(self) -> None:
         self._of: dict[Link, tuple[Listening, float]] = {}  # with the time until which each may take
 
-    def add(self, link: Link, side: Listening) -> None:
-        """Adds a connection; `side` is this rank's side of the proof."""
+    def accept(self, listener: Any, side: Listening) -> Link | None:
+        """Accepts a connection, if one waits and a descriptor is free; `side` is this rank's side of the proof."""
+        try:
+            link = Link(world().accept(listener))
+        except BlockingIOError:
+            return None
+        except OSError:
+            self.make_room()
+            world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
+            return None
         self._of[link] = side, world().monotonic() + _UNPROVEN_SECONDS
         most = min(_MOST_UNPROVEN, max(1, world().most_descriptors() // _SHARE_OF_DESCRIPTORS))
         with _lock:
             _in_process[link] = None
         while len(_in_process) > most:
             self.make_room()
+        return link
 
     def make_room(self) -> None:
         """Cuts off the process's oldest one, for example when no descriptor is left for another."""

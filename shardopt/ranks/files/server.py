@@ -190,16 +190,9 @@ class FileServer:
             socket.close()
 
     def _accept(self, listener: Socket, selector: Selector) -> None:
-        try:
-            link = Link(world().accept(listener))
-        except BlockingIOError:
-            return
-        except OSError:
-            self._unauthenticated.make_room()
-            world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
-            return
-        self._unauthenticated.add(link, Listening(self._session.name, self._session.key, self._rank))
-        selector.register(link.socket, READ, link)
+        link = self._unauthenticated.accept(listener, Listening(self._session.name, self._session.key, self._rank))
+        if link is not None:
+            selector.register(link.socket, READ, link)
 
     def _drop(self, link: Link, selector: Selector) -> None:
         if link in self._unauthenticated:
