@@ -20,9 +20,10 @@ import hmac
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from shardopt.ranks.connections.frames import Kind, Message
+from shardopt.ranks.connections.link import Link
 from shardopt.world import world
 
 NEW = -1
@@ -57,15 +58,6 @@ class Refused(Exception):
 
 class Forgotten(Refused):
     """The peer is the right one, but no longer waits for this rank."""
-
-
-class Known(Protocol):
-    """A peer that may come back: its key, and the number of its frames taken."""
-
-    key: str
-
-    @property
-    def taken(self) -> int: ...
 
 
 class Side:
@@ -138,7 +130,7 @@ class Listening(Side):
     """
 
     def __init__(
-        self, session: str, key: str, rank: int, known: Callable[[int], Known | None] = lambda rank: None
+        self, session: str, key: str, rank: int, known: Callable[[int], Link | None] = lambda rank: None
     ) -> None:
         super().__init__()
         self._session, self._session_key, self._above, self._known = session, key, rank, known
