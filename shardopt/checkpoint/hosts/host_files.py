@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, RECORD_NAME
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.storage import LocalStorage, Span
-from shardopt.ranks.files.server import Files
+from shardopt.ranks.files.server import Files, size_of
 
 
 class HostFiles(Files):
@@ -36,35 +35,13 @@ class HostFiles(Files):
             self._directory.remove_if_empty(directory)
 
     def size(self, directory: str, name: str) -> int:
-        fd = self.open_file(directory, name)
-        try:
-            return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+        return size_of(self, directory, name)
 
     def read_into(self, directory: str, name: str, spans: Sequence[Span]) -> None:
         self.storage(directory).read_into(name, spans)
 
     def read_rest(self, directory: str, name: str, begin: int, nbytes: int) -> bytes:
         return self.storage(directory).read(name, begin, begin + nbytes)
-
-
-class SharesOnly(Files):
-    """The files of shares of checkpoints, for ranks that fetch copies."""
-
-    def __init__(self, directory: HostDirectory) -> None:
-        self._directory = directory
-
-    def open_file(self, directory: str, name: str) -> int:
-        if not directory or (name != RECORD_NAME and not FILE_NAME.fullmatch(name)):
-            raise FileNotFoundError("no file of a checkpoint")
-        return self._directory.open_file(directory, name)
-
-    def names(self, directory: str) -> list[str]:
-        raise PermissionError("names are not served")
-
-    def remove(self, directory: str, name: str) -> None:
-        raise PermissionError("nothing is removed from here")
 
 
 class ReadOnlyFiles(Files):
@@ -85,3 +62,15 @@ class ReadOnlyFiles(Files):
 
     def remove(self, directory: str, name: str) -> None:
         raise PermissionError("nothing is removed from here")
+
+
+class SharesOnly(ReadOnlyFiles):
+    """The files of shares of checkpoints, for ranks that fetch copies."""
+
+    def open_file(self, directory: str, name: str) -> int:
+        if not directory or (name != RECORD_NAME and not FILE_NAME.fullmatch(name)):
+            raise FileNotFoundError("no file of a checkpoint")
+        return self._directory.open_file(directory, name)
+
+    def names(self, directory: str) -> list[str]:
+        raise PermissionError("names are not served")

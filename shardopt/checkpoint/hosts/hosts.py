@@ -42,6 +42,7 @@ class Hosts:
         of_rank: the number of each rank's host; hosts are numbered in the order of their first ranks.
         number: of this rank's host.
         leaders: the leader of each host.
+        at: the addresses of the leaders' servers, once the hosts have met.
         domains: the failure domain of each host: those of one are lost together. None where none was given. Tiers give
             them, once the hosts have met.
     """
@@ -58,7 +59,7 @@ class Hosts:
         self.leaders = tuple(leaders.values())
         self.domains: Sequence[str | None] = [None] * len(leaders)
         self._server: FileServer | None = None
-        self._at: list[At] = []
+        self.at: Sequence[At] = ()
         self._clients: dict[int, FileClient] = {}
 
     @property
@@ -85,7 +86,7 @@ class Hosts:
             ranks = self._ranks()
             if ranks is None:
                 raise ConnectionAbortedError("the process group was destroyed")
-            self._clients[host] = ranks.file_client(self.leaders[host], self._at[host])
+            self._clients[host] = ranks.file_client(self.leaders[host], self.at[host])
         return self._clients[host]
 
     @property
@@ -99,10 +100,6 @@ class Hosts:
         if self.is_leader and self.count > 1:
             self._server = ranks.file_server(serves(self.directory))
         return None if self._server is None else self._server.at
-
-    def know(self, at: list[At]) -> None:
-        """Stores the addresses of the leaders."""
-        self._at = at
 
     def close(self) -> None:
         """Ends all connections."""
@@ -151,7 +148,7 @@ def hosts_of(ranks: Ranks, root: str, serves: Callable[[HostDirectory], Files] =
     except BaseException:
         hosts.close()
         raise
-    hosts.know(at)
+    hosts.at = at
     ranks.kept["hosts", root, serves] = hosts
     _met.append(hosts)
     return hosts

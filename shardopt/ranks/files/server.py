@@ -57,6 +57,15 @@ class Files(Protocol):
         """Removes a file, or with no name a directory that is empty."""
 
 
+def size_of(files: Files, directory: str, name: str) -> int:
+    """Returns the size of a file in bytes. Raises OSError."""
+    fd = files.open_file(directory, name)
+    try:
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
 class Limits(NamedTuple):
     """The bounds of what is served; None for no bound.
 
@@ -277,11 +286,7 @@ class FileServer:
             if request.what == "names":
                 return [*self._files.names(directory)]
             if request.what == "size":
-                fd = self._files.open_file(directory, name)
-                try:
-                    return os.fstat(fd).st_size
-                finally:
-                    os.close(fd)
+                return size_of(self._files, directory, name)
             if request.what == "remove":
                 return self._files.remove(directory, name)
         raise NoRequest(request.what)
