@@ -25,7 +25,7 @@ from shardopt.checkpoint.saving.planning.describe import Geometry
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, Problem
 from shardopt.ranks import Ranks, call_on
 from shardopt.world import world
@@ -112,13 +112,9 @@ def _planned(reader: CheckpointReader, world_size: int) -> PlannedSave:
         manifest=data,
         manifest_bytes=len(data),
         tensors=len(manifest.tensors),
-        host_bytes=stages_of(len(members), sizes[most], sizes[most], True, _storage_of(reader), len(data)),
+        host_bytes=stages_of(len(members), sizes[most], sizes[most], True, reader.source.storage, len(data)),
         seconds=0.0,
     )
-
-
-def _storage_of(reader: CheckpointReader) -> Storage:
-    return reader.source.storage
 
 
 def _writes_by_rank(plan: SavePlan, world_size: int) -> Sequence[RankWrites]:

@@ -154,7 +154,8 @@ class Requests:
                     raise _permanent_error(doing, error) from without_secrets(error)
                 if attempt == self._policy.attempts or not world().main_thread_lives():
                     seconds = world().monotonic() - begin
-                    raise _exhausted_error(doing, error, attempt, seconds) from without_secrets(error)
+                    failures = f"{attempt} attempts within {seconds:.1f} s, the last of which failed with"
+                    raise exhausted(doing, f"{failures} {_describe(error)}") from without_secrets(error)
             world().sleep(pause * world().jitter(0.5, 1.0))  # so that many ranks do not come back at one time
             pause = min(2 * pause, self._policy.longest_pause_seconds)
         raise AssertionError("no attempt was made")
@@ -174,12 +175,6 @@ def _permanent_error(doing: str, error: Exception) -> Exception:
         remedy = "give credentials that may list, read, write and delete there (docs/remote.md)"
     problem = Problem(doing, _describe(error), "a request that the store grants", remedy)
     return CheckpointError(f"cannot {doing}", [problem])
-
-
-def _exhausted_error(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
-    return exhausted(
-        doing, f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
-    )
 
 
 def exhausted(doing: str, failures: str) -> CheckpointError:

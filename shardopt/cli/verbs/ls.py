@@ -165,7 +165,7 @@ def _print_table(
     _complain_of(output, listed)
 
 
-def _complain_of(output: Output, listed: Sequence[Listed]) -> None:
+def _complain_of(output: Output, listed: Sequence[Listed | HostShare]) -> None:
     for each in listed:
         for problem in each.problems:
             output.complain(str(problem))
@@ -248,14 +248,12 @@ def _print_tier(output: Output, listing: TierListing, rules: str = "") -> None:
     )
     header = [Span(name, "dim") for name in ("step", "saved", "ranks", "files", "bytes", "of ranks", "here")]
     output.table([header, *map(_share_row, listing.shares)], right=[0, 2, 3, 4])
-    for each in listing.shares:
-        for problem in each.problems:
-            output.complain(str(problem))
+    _complain_of(output, listing.shares)
 
 
 def _has_damage(listing: TierListing) -> bool:
     """Whether any share of a host on a tier is damaged or unreadable."""
-    return any(each.have in ("damaged", "unreadable") for each in listing.shares)
+    return any(each.have in _WRONG for each in listing.shares)
 
 
 def _tier_document(tier: Mapping[str, Any], listing: TierListing | None) -> dict[str, Any]:
