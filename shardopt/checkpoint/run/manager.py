@@ -142,8 +142,7 @@ class Manager:
         )
         self._steps = Steps(self._run, self._after, stage, incremental, terms)
         self._tied, self._closed = options.tied, False
-        each = None if preemption is None else (preemption.all_signals, preemption.exit_code, preemption.seconds)
-        self._stop = None if each is None else Stop(*each)
+        self._stop = None if preemption is None else Stop(preemption)
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether or not it exists. Local."""

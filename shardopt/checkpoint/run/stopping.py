@@ -15,11 +15,11 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 from weakref import WeakKeyDictionary, ref
 
+from shardopt.checkpoint.run.options import Preemption
 from shardopt.ranks import Halt, Ranks
 from shardopt.runtime.signals import Listener
 from shardopt.world import world
@@ -35,13 +35,13 @@ class Stop:
     """Listens for a signal from its construction, in the main thread, until it is closed.
 
     Args:
-        signals: by any of which this process is to stop.
-        exit_code: of a process that has stopped; None is 128 and the number of the signal that it got, or of the first.
-        grace_seconds: from the signal, or from the answer that all stop, to the end of the process.
+        preemption: the signals, by any of which this process is to stop, and how it ends. Its seconds count from the
+            signal, or from the answer that all stop.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals], exit_code: int | None, grace_seconds: float) -> None:
-        self._first, self._exit_code, self.grace_seconds = signals[0], exit_code, grace_seconds
+    def __init__(self, preemption: Preemption) -> None:
+        signals, self._exit_code = preemption.all_signals, preemption.exit_code
+        self._first, self.grace_seconds = signals[0], preemption.seconds
         self._got: signal.Signals | None = None
         self._signaled = world().event()
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others

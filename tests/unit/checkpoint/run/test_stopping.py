@@ -25,7 +25,7 @@ ALONE = Ranks(None)
 
 @pytest.fixture
 def stop():
-    stop = Stop([signal.SIGUSR2], 7, 100.0)
+    stop = Stop(checkpoint.Preemption(signal.SIGUSR2, 7, 100.0))
     yield stop
     stop.close()
 
@@ -90,7 +90,7 @@ def test_ranks_are_waited_for_as_long_as_the_manager_says(tmp_path, monkeypatch)
 def test_what_the_signal_did_before_it_does_again():
     before = signal.getsignal(signal.SIGUSR2)
     held = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    stop = Stop([signal.SIGUSR2], 7, 100.0)
+    stop = Stop(checkpoint.Preemption(signal.SIGUSR2, 7, 100.0))
     assert signal.getsignal(signal.SIGUSR2) != before
     stop.close()
     assert signal.getsignal(signal.SIGUSR2) == before
