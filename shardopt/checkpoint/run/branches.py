@@ -57,6 +57,11 @@ def parse_id(name: str) -> CheckpointId | None:
     return found if found is not None and found.name == name else None
 
 
+def ids_in(names: Iterable[str]) -> list[CheckpointId]:
+    """Returns the checkpoints whose directories have these names, ascending; leaves out other names."""
+    return sorted(id for id in map(parse_id, names) if id is not None)
+
+
 def record_file(branch: int) -> str:
     """Returns the name of a branch's record."""
     return f"branch-{branch:05d}.json"

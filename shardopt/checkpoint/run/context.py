@@ -322,8 +322,9 @@ class Run:
         """
         at_root = {id: url for id, url in seen if url == self.root.checkpoint(id).url}
         step = -1 if restored is None else restored.id.step
-        for id in sorted(filter(None, map(parse_id, self.root.names)) - at_root.keys()):
-            if id.step > step and self.branches.has(id, seen_from) and self.root.is_unfinished(id):
+        for id in self.root.listed:
+            is_newer = id not in at_root and id.step > step and self.branches.has(id, seen_from)
+            if is_newer and self.root.is_unfinished(id):
                 announce(f"passed over step {id.step} in {self.root.url}: it is unfinished, without a manifest")
         if restored is None or restored.id in at_root or restored.url != self.roots[-1].checkpoint(restored.id).url:
             return

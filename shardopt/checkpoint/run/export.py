@@ -32,7 +32,7 @@ from shardopt.checkpoint.converting.convert import MAX_FILE_BYTES, ConvertOption
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.background import Task, Turns
-from shardopt.checkpoint.run.branches import CheckpointId, parse_id
+from shardopt.checkpoint.run.branches import CheckpointId, ids_in, parse_id
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.metrics import Noted, noted_of
 from shardopt.checkpoint.run.retention import Best, Mode, best_of
@@ -150,7 +150,7 @@ class Exporter(Task):
         root = self._run.root
         ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
         if self._best is not None:
-            ids = sorted(filter(None, map(parse_id, root.names)))
+            ids = [*root.listed]
         there = {id: at for id in ids if (at := root.checkpoint(id)).missing_target() is None}
         self._begin({id: None for id, at in there.items() if at.url not in restored.damaged})
 
@@ -292,7 +292,7 @@ class Exporter(Task):
 
     def _is_in_run(self, id: CheckpointId) -> bool:
         """Whether the run has come as far as this step, and not been taken back before it, or begun anew."""
-        steps = [each.step for each in map(parse_id, self._run.root.storage.names()) if each is not None]
+        steps = [each.step for each in ids_in(self._run.root.storage.names())]
         return self._run.branches.has(id) and id.step <= max(steps, default=-1)
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardopt.checkpoint.hosts.hosts import Hosts
-from shardopt.checkpoint.run.branches import parse_id
+from shardopt.checkpoint.run.branches import ids_in
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.root import ID_BYTES, LABEL_NAME, RUN_NAME, Root, RunIdentity, run_at
 from shardopt.checkpoint.storage import wrap_os_errors
@@ -108,7 +108,7 @@ def _look_at(hosts: Hosts) -> list[Any]:
         label = None if run is None else list(run)
     except CorruptionError:
         label = ["", ""]
-    return [hosts.directory.path, label, any(parse_id(name) is not None for name in here.names())]
+    return [hosts.directory.path, label, bool(ids_in(here.names()))]
 
 
 def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> tuple[RunIdentity | None, list[Root]]:

@@ -23,6 +23,7 @@ from shardopt.checkpoint.run.branches import (
     Branches,
     CheckpointId,
     branches_of,
+    ids_in,
     parse_id,
     read_records,
     record_file,
@@ -120,10 +121,6 @@ def refuse_seen_by_some(url: str, ranks_see: Sequence[bool]) -> None:
         raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
 
 
-def _ids_in(names: Iterable[str]) -> list[CheckpointId]:
-    return sorted(id for id in map(parse_id, names) if id is not None)
-
-
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 """Those of this process, by URL: a root that is still empty is of neither kind to see."""
 
@@ -142,6 +139,8 @@ class Root:
         self._has_stream = False  # at any listing: one that was emptied since may have lost the record first
         self.names: frozenset[str] = frozenset()
         """The names directly under the root, as of the last listing."""
+        self.listed: Sequence[CheckpointId] = ()
+        """The checkpoints among them, ascending."""
         self.records: Mapping[str, Branch] = {}
         """The records of branches, by file name, as of the last listing."""
         self._committed: frozenset[CheckpointId] = frozenset()  # that were found to be, where to look costs a request
@@ -174,12 +173,12 @@ class Root:
         """
         with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
-            ids = _ids_in(names)
+            ids = ids_in(names)
             if (branch := max((id.branch for id in ids), default=0)) and record_file(branch) not in names:
                 # It was written before the branch's first step, but maybe after the listing had passed its name.
                 names = self.storage.names()
-                ids = _ids_in(names)
-            self.names = frozenset(names)
+                ids = ids_in(names)
+            self.names, self.listed = frozenset(names), tuple(ids)
             self._has_stream = self._has_stream or STREAM_NAME in names
             self.records = read_records(self.storage, names, self.records)
         return ids
@@ -191,7 +190,7 @@ class Root:
             CorruptionError: the record of one is missing. Steps of a branch without a record are an error in a run
                 alone: a stream begins again where its root is emptied, or a host lost.
         """
-        ids = [] if self.is_on_hosts or self._has_stream else _ids_in(self.names)
+        ids = () if self.is_on_hosts or self._has_stream else self.listed
         return branches_of(self.records.values(), ids, self.url)
 
     def claim(self) -> None:
@@ -203,9 +202,7 @@ class Root:
         self._refuse_checkpoint()
         kinds = "the root of a run", "the root of a publisher"
         has_record, beside = STREAM_NAME in self.names, _in_use.get(self.url)
-        has_steps = any(parse_id(name) is not None for name in self.names)
-        if self.is_on_hosts:
-            has_steps = False
+        has_steps = bool(self.listed) and not self.is_on_hosts
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):
             found, required = kinds[not self._publishes], kinds[self._publishes]

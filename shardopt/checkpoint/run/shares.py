@@ -24,7 +24,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.hosts.directory import PREFIX, is_host_directory
-from shardopt.checkpoint.run.branches import CheckpointId, parse_id
+from shardopt.checkpoint.run.branches import CheckpointId, ids_in
 from shardopt.checkpoint.run.root import LABEL_NAME, RunIdentity, run_at
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import verify
@@ -92,7 +92,7 @@ def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierLi
     """
     storage = storage_of(os.fspath(url).removeprefix(PREFIX))
     with wrap_os_errors(f"look into {storage.url}"):
-        ids = sorted(id for id in map(parse_id, storage.names()) if id is not None)
+        ids = ids_in(storage.names())
     shares = (_look_at(storage.child(id.name), id, verify_bytes) for id in ids)
     return TierListing(storage.url, run_at(storage, LABEL_NAME), tuple(each for each in shares if each is not None))
 

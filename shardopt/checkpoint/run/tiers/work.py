@@ -15,7 +15,7 @@ from shardopt.checkpoint.hosts.spare import remove_spares
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.background import Turns
-from shardopt.checkpoint.run.branches import CheckpointId, parse_id
+from shardopt.checkpoint.run.branches import CheckpointId, ids_in
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.destinations import Tier
@@ -258,7 +258,7 @@ def clear_shares(
     if not hosts.is_leader:
         return
     with _logging_failures(hosts.root):
-        newest_first = sorted(filter(None, map(parse_id, hosts.share(".").names())), reverse=True)
+        newest_first = ids_in(hosts.share(".").names())[::-1]
         too_many = [id for id in newest_first if has_left(id)][room:]
         for id in newest_first:
             if unwanted(id) or id in too_many:
