@@ -208,7 +208,8 @@ class AfterCommit:
         run, checkpoint = self._run, self._run.root.checkpoint(id)
         with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
             known = self._known.get(id)
-            is_coming = self._is_uploading(id) or (known is not None and is_on_hosts(known.url))
+            is_coming = self._mirror is not None and id.name in self._mirror.uploading()
+            is_coming = is_coming or (known is not None and is_on_hosts(known.url))
             save_id = None if known is None else known.save_id
             is_there, had, new = False, {} if known is None or replaces else dict(known.added), dict(numbers)
             for at in (root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)):
@@ -348,9 +349,6 @@ class AfterCommit:
         if self._mirror is not None:
             names |= self._mirror.uploading() | (frozenset() if root is self._run.root else self._mirror.filling())
         return names
-
-    def _is_uploading(self, id: CheckpointId) -> bool:
-        return self._mirror is not None and id.name in self._mirror.uploading()
 
     def _warn_if_slow(self, url: str, seconds: float | None, stop_seconds: float) -> None:
         if seconds is not None and seconds > _SLOW_SHARE * stop_seconds:

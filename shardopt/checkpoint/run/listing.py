@@ -12,7 +12,7 @@ from shardopt.checkpoint.converting.verify import VerifyReport, verify
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, parse_id
-from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.metrics import noted_of
 from shardopt.checkpoint.run.retention import Retention, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.sources.own import read_manifest
@@ -177,7 +177,7 @@ def look_at(
     try:
         with wrap_os_errors(f"look into {storage.url}"):
             manifest, _ = read_manifest(storage)
-            metrics = metrics_of(storage)
+            metrics = noted_of(storage).metrics
             problems = [*_missing_or_cut(manifest, storage)]
             if problems and not storage.exists(MANIFEST_NAME):  # it was removed meanwhile, as by retention
                 return listed("unfinished")

@@ -24,7 +24,7 @@ from shardopt.checkpoint.run.branches import Newer
 from shardopt.checkpoint.run.context import Run, summary_of
 from shardopt.checkpoint.run.destinations import Destination, refuse_unfit_tiers, tiers_and_mirror
 from shardopt.checkpoint.run.export import Export, Exporter
-from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.metrics import noted_of
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.options import (
     Preemption,
@@ -179,7 +179,7 @@ class Manager:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Returns the metrics of a step that is committed under the root, also added ones; else empty. Local."""
-        return metrics_of(self._run.root.checkpoint(self._run.branches_here().id_of(step)))
+        return {**noted_of(self._run.root.checkpoint(self._run.branches_here().id_of(step))).metrics}
 
     @is_part_of(SAVING)
     def add_metrics(self, step: int, metrics: Mapping[str, float] | None) -> None:
@@ -344,7 +344,7 @@ class Manager:
         if run.ranks.rank == 0:
             announce(run.root.tell_none() if restored is None else summary_of(restored, select))
             loaded = () if restored is None else restored.report.loaded
-            self._steps.warnings.of_restored(self.restored_step, app, loaded, is_whole=select is None)
+            self._steps.warnings.of_restored(self._steps.restored_step, app, loaded, is_whole=select is None)
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)

@@ -51,11 +51,6 @@ def noted_of(checkpoint: Storage) -> Noted:
     return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)}, manifest.save_id)
 
 
-def metrics_of(checkpoint: Storage) -> dict[str, float]:
-    """Returns the metrics of a checkpoint; empty if it has none, or does not exist. Raises as `noted_of`."""
-    return dict(noted_of(checkpoint).metrics)
-
-
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     """Returns the metrics added to a checkpoint of this save; logs a damaged file, once, and returns none.
 

@@ -15,6 +15,7 @@ from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer, not_
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
 from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.run.stopping import Stop
+from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
@@ -277,7 +278,7 @@ class Steps:
         seen: list[Candidate] = []
 
         def look() -> list[Candidate]:
-            on_tiers = self._on_tiers()
+            on_tiers = [] if self._tiers is None else self._tiers.candidates()
             lacking = {} if self._tiers is None else self._tiers.lacking
             # Also where this raises: what the program saves then is newer work.
             self._passed_over = self._tiers is not None and bool(self._tiers.lacking_after(-1, current))
@@ -303,16 +304,14 @@ class Steps:
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
         run.due.restored(self.restored_step or 0, run.at_root)
-        self._passed_over = self._warn_of_lacking()
+        self._passed_over = self._tiers is not None and self._warn_of_lacking(self._tiers)
         self._after.restored(restored)
         return restored
 
-    def _warn_of_lacking(self) -> bool:
+    def _warn_of_lacking(self, tiers: Tiers) -> bool:
         """Names the run's steps that are newer than the restored one and lack files; returns whether there are any."""
-        if self._tiers is None:
-            return False
         step = -1 if self.restored_step is None else self.restored_step
-        lacking = self._tiers.lacking_after(step, self._run.branches.current)
+        lacking = tiers.lacking_after(step, self._run.branches.current)
         if self._run.ranks.rank == 0:
             for id, error in lacking.items():
                 _log.warning(
@@ -322,11 +321,8 @@ class Steps:
                 )
         return bool(lacking)
 
-    def _on_tiers(self) -> list[Candidate]:
-        return [] if self._tiers is None else self._tiers.candidates()
-
     def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
-        on_tiers = self._on_tiers()
+        on_tiers = [] if self._tiers is None else self._tiers.candidates()
         lacking = self._tiers is not None and bool(self._tiers.lacking_after(step, seen_from))
         self._run.take_back(step, seen_from, newer, on_tiers, always=lacking)
         if newer == "remove":
