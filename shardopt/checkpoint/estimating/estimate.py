@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.estimating.first_state import with_first_state
 from shardopt.checkpoint.estimating.kept import Kept, kept_over_run
-from shardopt.checkpoint.estimating.measure import Measured, measure
+from shardopt.checkpoint.estimating.measure import NOT_MEASURED, Measured, measure
 from shardopt.checkpoint.estimating.planned import PlannedSave, plan_save
 from shardopt.checkpoint.estimating.report import Estimate
 from shardopt.checkpoint.estimating.sample import sizes_of
@@ -100,7 +100,7 @@ def estimate(
 @is_part_of(SAVING)
 def _look(
     ranks: Ranks, url: str, app: Mapping[str, Any], options: SaveOptions, measure_seconds: float
-) -> tuple[PlannedSave, Measured | None, float, tuple[str, ...]]:
+) -> tuple[PlannedSave, Measured, float, tuple[str, ...]]:
     """Plans a save and measures the storage. Collective."""
     call = call_on("estimating saves to", url)
     refuse_lone_processes(str(call))
@@ -117,7 +117,7 @@ def _look(
         storage = storage_of(url, options.durable)
         planned = plan_save(ranks, call, flat, options, storage, taking)
         if not measure_seconds or is_on_hosts(url):
-            return planned, None, 0.0, uncounted
+            return planned, NOT_MEASURED, 0.0, uncounted
         # An app takes its state back about as fast as it gives it.
         seconds = ranks.on_rank_0(call, lambda: 2 * taking + _load_seconds(ranks, flat, storage, planned))
         device = _device_of(flat)

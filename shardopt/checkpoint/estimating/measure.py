@@ -51,6 +51,9 @@ class Measured(NamedTuple):
     publish: float
 
 
+NOT_MEASURED = Measured(0, None, None, 0.0)
+
+
 class _Late(Exception):
     """Ends a write for which there is no time."""
 

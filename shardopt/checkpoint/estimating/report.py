@@ -55,7 +55,7 @@ class Estimate(OfUrl):
         cls,
         url: str,
         planned: PlannedSave,
-        measured: Measured | None,
+        measured: Measured,
         load_seconds: float,
         kept: Kept | None,
         uncounted: tuple[str, ...] = (),
@@ -65,8 +65,7 @@ class Estimate(OfUrl):
         Args:
             load_seconds: of a load, for what is no work of the storage.
         """
-        write, read = (None, None) if measured is None else (measured.write, measured.read)
-        publish = 0.0 if measured is None else measured.publish
+        nbytes, write, read, publish = measured
         return cls(
             url=url,
             tensors=planned.tensors,
@@ -75,7 +74,7 @@ class Estimate(OfUrl):
             host_bytes=planned.host_bytes,
             save_seconds=None if write is None else planned.seconds + write + publish,
             load_seconds=None if read is None else load_seconds + read,
-            measured_bytes=0 if measured is None else measured.nbytes,
+            measured_bytes=nbytes,
             kept=kept,
             uncounted=uncounted,
         )

@@ -10,7 +10,7 @@ import torch
 from shardopt.checkpoint.arguments import count_problem, refuse
 from shardopt.checkpoint.converting.reshard import chunks_over
 from shardopt.checkpoint.estimating.kept import kept_over_run
-from shardopt.checkpoint.estimating.measure import measure
+from shardopt.checkpoint.estimating.measure import NOT_MEASURED, measure
 from shardopt.checkpoint.estimating.memory import stages_of
 from shardopt.checkpoint.estimating.planned import NO_DIGEST, NO_ID, PlannedSave
 from shardopt.checkpoint.estimating.report import Estimate
@@ -65,7 +65,7 @@ def estimate_stored(
         planned = _planned(reader, size)
         url = reader.url
         parent = reader.source.storage.parent()
-    measured = None
+    measured = NOT_MEASURED
     if measure_seconds:
         if parent is None:
             problem = Problem(url, "no directory above it", "the root of a run", "add --measure 0 to measure nothing")

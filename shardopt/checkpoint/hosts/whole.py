@@ -39,14 +39,11 @@ class WholeCheckpoint(Storage):
         self._hosts, self.name, self.record = hosts, name, record
         self.manifest, self.holders = manifest, holders
         self._nbytes = {file.name: file.nbytes for file in manifest.files}
-        self._copies = {file: self._in_order(have) for file, have in holders.items()}
+        own, count = hosts.number, hosts.count
+        self._copies = {file: sorted(have, key=lambda host: (host - own) % count) for file, have in holders.items()}
         self._at: Counter[str] = Counter()
         self._lock = world().lock()
         self.share: Share = hosts.share(name)
-
-    def _in_order(self, have: Sequence[int]) -> list[int]:
-        own, count = self._hosts.number, self._hosts.count
-        return sorted(have, key=lambda host: (host - own) % count)
 
     def copy_of(self, name: str) -> int:
         return self._at[name]

@@ -114,11 +114,8 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
     ids = root.ids()
     branches = root.branches()
 
-    def look(id: CheckpointId) -> Listed:
-        return look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
-
     with world().thread_pool(sizes_for(root.storage).threads, "shardopt-list") as pool:
-        listed = [*pool.map(look, ids)]
+        listed = [*pool.map(lambda id: _look_in_run(root, branches, id, verify_bytes), ids)]
     if any(each.condition == "unfinished" for each in listed):  # what is removed meanwhile is left out
         there = frozenset(root.ids())
         listed = [each for each in listed if each.condition != "unfinished" or each.id in there]
@@ -142,7 +139,7 @@ def list_step(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunLis
         branches = root.branches()
     except CheckpointError:  # one may be able to read the checkpoint, and nothing around it
         return None
-    one = look_at(root.checkpoint(id), verify_bytes, id, branches.has(id), branches.is_removed(id))
+    one = _look_in_run(root, branches, id, verify_bytes)
     return None if one.condition == "unfinished" else RunListing(root.url, branches, (one,))
 
 
@@ -161,18 +158,13 @@ def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
     return tuple(told(each) for each in listed)
 
 
-def look_at(
-    storage: Storage,
-    verify_bytes: bool = False,
-    id: CheckpointId | None = None,
-    in_run: bool = True,
-    to_be_removed: bool = False,
-) -> Listed:
+def _look_in_run(root: Root, branches: Branches, id: CheckpointId, verify_bytes: bool) -> Listed:
+    found = look_at(root.checkpoint(id), verify_bytes)
+    return replace(found, id=id, in_run=branches.has(id), to_be_removed=branches.is_removed(id))
+
+
+def look_at(storage: Storage, verify_bytes: bool = False) -> Listed:
     """Describes one checkpoint. Local. Raises nothing if it is damaged or missing."""
-
-    def listed(condition: Condition, problems: tuple[Problem, ...] = ()) -> Listed:
-        return Listed(storage.url, condition, problems, id, in_run, to_be_removed)
-
     condition: Condition
     try:
         with wrap_os_errors(f"look into {storage.url}"):
@@ -180,17 +172,20 @@ def look_at(
             metrics = noted_of(storage).metrics
             problems = [*_missing_or_cut(manifest, storage)]
             if problems and not storage.exists(MANIFEST_NAME):  # it was removed meanwhile, as by retention
-                return listed("unfinished")
+                return Listed(storage.url, "unfinished")
         verified = verify(storage.url) if verify_bytes else None
     except CheckpointNotFoundError:
-        return listed("unfinished")
+        return Listed(storage.url, "unfinished")
     except CorruptionError as error:
         condition = "unreadable" if isinstance(error, UnreadableError) else "damaged"
-        return listed(condition, error.problems or (Problem(storage.url, error.message, "its bytes", "take another"),))
+        problem = Problem(storage.url, error.message, "its bytes", "take another")
+        return Listed(storage.url, condition, error.problems or (problem,))
     except CheckpointError as error:
-        return listed("unreadable", error.problems or (Problem(storage.url, error.message, "a checkpoint", "look"),))
-    return replace(
-        listed(*condition_of(verified, problems)),
+        problem = Problem(storage.url, error.message, "a checkpoint", "look")
+        return Listed(storage.url, "unreadable", error.problems or (problem,))
+    return Listed(
+        storage.url,
+        *condition_of(verified, problems),
         save_id=manifest.save_id,
         saved_at=manifest.saved_at,
         seconds=manifest.seconds,
