@@ -120,6 +120,7 @@ class Exporter(Task):
     def __init__(self, run: Run, export: Export) -> None:
         self._run, self._export = run, export
         self._best = None if export.best is None else Best(*export.best, n=1)
+        self._by = None if export.best is None else [*export.best]  # as the record has it
         self._root = storage_of(export.url)
         self._own: dict[str, None] = {}  # the ids of this process's saves: what others have saved may not fit `export`
         self._again: set[CheckpointId] = set()  # to be tried again; two threads take what is in it
@@ -294,10 +295,6 @@ class Exporter(Task):
         """Whether the run has come as far as this step, and not been taken back before it, or begun anew."""
         steps = [each.step for each in ids_in(self._run.root.storage.names())]
         return self._run.branches.has(id) and id.step <= max(steps, default=-1)
-
-    @property
-    def _by(self) -> list[str] | None:
-        return None if self._export.best is None else [*self._export.best]
 
     def _value(self, candidate: _Candidate) -> float:
         if self._best is None or candidate.noted is None:
