@@ -34,9 +34,7 @@ _AVERAGED = (
     "leave the callback out; make torch.optim.swa_utils.AveragedModel an attribute of the LightningModule, and update "
     "it in `optimizer_step` (the page on Lightning has the lines)"
 )
-_AVERAGING = tuple(
-    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
-)
+_AVERAGING = (callbacks.StochasticWeightAveraging, callbacks.WeightAveraging)
 _log = logging.getLogger("shardopt")
 METRICS = "metrics of schedules"  # the last values that ReduceLROnPlateau goes by; Lightning itself saves none
 _STATEFUL = "StatefulDataLoader"  # of torchdata, which need not be installed
