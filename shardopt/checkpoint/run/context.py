@@ -155,7 +155,7 @@ class Run:
     Attributes:
         branches: as all ranks know them; none before `agree_on_branches`.
         is_agreed: whether all ranks know them.
-        at_root: the steps under the root at the last look for candidates.
+        at_root: the candidates under the root at the last look.
         roots: the root, and that of the mirror if there is one.
     """
 
@@ -169,7 +169,7 @@ class Run:
         self.roots = (self.root,) if self.mirror is None else (self.root, Root(self.mirror.remote))
         self.due = Due(self.every, self.group)
         self.branches, self.is_agreed = Branches(), False
-        self.at_root: frozenset[int] = frozenset()
+        self.at_root: frozenset[CheckpointId] = frozenset()
         self._told: list[str] = []  # the records of branches that were told of
 
     @property
@@ -258,7 +258,7 @@ class Run:
         branches_of(self.branches.values(), [*(each.id for each in on_tiers), *lacking], self.root.url)
         candidates = [each for each in (*on_tiers, *self._committed()) if self.branches.has(each.id, seen_from)]
         candidates.sort(key=lambda each: -each.id.step)  # of equal ones the order stays
-        self.at_root = frozenset(id.step for id, url in candidates if url == self.root.checkpoint(id).url)
+        self.at_root = frozenset(id for id, url in candidates if url == self.root.checkpoint(id).url)
         wanted = candidates if step is None else [each for each in candidates if each.id.step == step]
         if required and not wanted:
             steps = sorted({each.id.step for each in candidates})
@@ -309,7 +309,7 @@ class Run:
             refuse_seen_by_some(self.root.url, ranks_see_any)
         return committed
 
-    def tell_passed_over(self, restored: Restored | None, seen: Sequence[Candidate], seen_from: int) -> None:
+    def tell_passed_over(self, restored: Restored | None, seen_from: int) -> None:
         """Tells which steps in the root a restore of the newest has passed over. Local; on rank 0.
 
         A higher step without a manifest is unfinished: of a save that was killed, or of a copy of the root. A lower one
@@ -317,10 +317,9 @@ class Run:
         do not say which work is newer. One manifest is read if the mirror has the highest step, and none otherwise.
 
         Args:
-            seen: the candidates.
             seen_from: the branch.
         """
-        at_root = {id: url for id, url in seen if url == self.root.checkpoint(id).url}
+        at_root = self.at_root
         step = -1 if restored is None else restored.id.step
         for id in self.root.listed:
             is_newer = id not in at_root and id.step > step and self.branches.has(id, seen_from)
@@ -328,7 +327,7 @@ class Run:
                 announce(f"passed over step {id.step} in {self.root.url}: it is unfinished, without a manifest")
         if restored is None or restored.id in at_root or restored.url != self.roots[-1].checkpoint(restored.id).url:
             return
-        newest = max((id for id, url in at_root.items() if url not in restored.damaged), default=None)
+        newest = max((id for id in at_root if self.root.checkpoint(id).url not in restored.damaged), default=None)
         taken, left = restored.report.saved_at, None if newest is None else self.root.saved_at(newest)
         if newest is not None and taken is not None and left is not None and left > taken:
             _log.warning(

@@ -275,15 +275,13 @@ class Steps:
         if seen_from > current:
             refuse_unknown_branch(seen_from, current)
         required = required or step is not None
-        seen: list[Candidate] = []
 
         def look() -> list[Candidate]:
             on_tiers = [] if self._tiers is None else self._tiers.candidates()
             lacking = {} if self._tiers is None else self._tiers.lacking
             # Also where this raises: what the program saves then is newer work.
             self._passed_over = self._tiers is not None and bool(self._tiers.lacking_after(-1, current))
-            seen[:] = run.candidates(seen_from, step, required, on_tiers, lacking)
-            return seen
+            return run.candidates(seen_from, step, required, on_tiers, lacking)
 
         restored = restore_newest(look, load)
         if failed_step is not None:
@@ -292,7 +290,7 @@ class Steps:
             if run.ranks.rank == 0:
                 _log.warning("%s", failed_step)
         if step is None and run.ranks.rank == 0:
-            run.tell_passed_over(restored, seen, seen_from)
+            run.tell_passed_over(restored, seen_from)
         renamed = tuple(rename.items())  # a new run has the new names
         if restored is not None:
             if step is not None or branch is not None:
@@ -303,7 +301,7 @@ class Steps:
         self.restored_step = None if restored is None else restored.id.step
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
-        run.due.restored(self.restored_step or 0, run.at_root)
+        run.due.restored(self.restored_step or 0, [id.step for id in run.at_root])
         self._passed_over = self._tiers is not None and self._warn_of_lacking(self._tiers)
         self._after.restored(restored)
         return restored
