@@ -25,7 +25,6 @@ from shardopt.integrations.lightning_state import (
     draws_seed_in_each_epoch,
     end_dealing,
     end_short_epoch,
-    is_epoch_over,
     load_state,
     progress_of,
     state_of,
@@ -90,7 +89,7 @@ class ShardoptCheckpoint(Checkpoint):
             self._random = app["random"].state_dict()
             self._loaders.put_into(framework.value)
             load_state(trainer, framework.value)
-            self._draws_seed = is_epoch_over(trainer)
+            self._draws_seed = trainer.is_last_batch
         self._metrics = framework.value.get(METRICS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -128,21 +127,21 @@ class ShardoptCheckpoint(Checkpoint):
         the save waits for them. A resume begins with the next batch, and does not repeat them: the loops' progress is
         that of now, from which Lightning resumes so.
         """
-        if trainer.is_last_batch:
+        if trainer.is_last_batch:  # of an epoch; of a fit that `max_steps` ends, it is not
             end_short_epoch(trainer)
         self._progress = None
-        if is_epoch_over(trainer) or validates(trainer):
+        if trainer.is_last_batch or validates(trainer):
             self._progress = progress_of(trainer)
         else:
             self._after_step(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        if self._progress is not None and not is_epoch_over(trainer):  # Lightning passes over an empty validation
+        if self._progress is not None and not trainer.is_last_batch:  # Lightning passes over an empty validation
             self._after_step(trainer)
         self._progress = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._progress is not None and not is_epoch_over(trainer):
+        if self._progress is not None and not trainer.is_last_batch:
             self._after_step(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

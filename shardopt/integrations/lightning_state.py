@@ -133,11 +133,6 @@ def _count_validation(validation: Any) -> None:
         type(validation).increment_progress_to_evaluation_end(validation)
 
 
-def is_epoch_over(trainer: Trainer) -> bool:
-    """Whether the epoch ends with the batch that has just ended. Where `max_steps` ends a fit, it does not."""
-    return bool(trainer.is_last_batch)
-
-
 def draws_seed_in_each_epoch(trainer: Trainer) -> bool:
     """Whether an epoch draws one seed for its loader.
 
