@@ -100,7 +100,7 @@ class Witness:
         hub = self._node.hub
         end = world().monotonic() + min(_ASK_SECONDS, seconds)
         with self._node.changed:
-            asked = [rank for rank in dict.fromkeys(ranks) if self._was_connected(rank)][:_MOST_ASKED]
+            asked = [rank for rank in dict.fromkeys(ranks) if hub.answered or rank in hub.links][:_MOST_ASKED]
             keys = [(self._session, number, rank) for rank in asked]
             for late in [key for key in hub.here if key[0] == self._session]:
                 del hub.here[late]
@@ -116,10 +116,6 @@ class Witness:
 
     def _has_ended(self, rank: int) -> bool:
         return not self._node.hub.ended.isdisjoint((rank, self._node.tree.block_of(rank)[0]))
-
-    def _was_connected(self, rank: int) -> bool:
-        hub = self._node.hub
-        return hub.answered or rank in hub.links
 
     def unreached(self, silent: Sequence[int], members: Sequence[int]) -> dict[int, tuple[int, int, str]]:
         """Returns the silent ranks that could not reach the one above, from the store; see `Lost`. On rank 0."""

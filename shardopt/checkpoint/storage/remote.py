@@ -153,7 +153,8 @@ class RemoteStorage(Storage):
         nbytes = getattr(buffers, "nbytes", 0)
         part_bytes = _part_bytes(nbytes)
         sent: Iterable[bytearray | memoryview]
-        if nbytes > part_bytes and getattr(self._fs, "sends_in_place", False) and not _reuses_memory(buffers):
+        stays = not getattr(buffers, "reuses_memory", True)  # until this returns; see `Storage.write`
+        if nbytes > part_bytes and getattr(self._fs, "sends_in_place", False) and stays:
             sent = _in_place(iter(buffers), part_bytes)
         else:
             parts = _parts(iter(buffers), part_bytes)
@@ -300,11 +301,6 @@ def _parts(buffers: Iterator[memoryview], part_bytes: int) -> Iterator[bytearray
                 part = bytearray()
     if part:
         yield part
-
-
-def _reuses_memory(buffers: Iterable[memoryview]) -> bool:
-    """Whether the memory of buffers may be used again before a write has returned; see `Storage.write`."""
-    return bool(getattr(buffers, "reuses_memory", True))
 
 
 def _in_place(buffers: Iterator[memoryview], part_bytes: int) -> Iterator[bytearray | memoryview]:

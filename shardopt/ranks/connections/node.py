@@ -301,7 +301,9 @@ class Node:
                 while self.forgotten:
                     self.hub.forget(self.forgotten.popleft())
                 self._beat(now)
-                self._flush()
+                peers.flush()
+                if self._handing_over:
+                    self.hub.notify()
                 peers.drop_late(now)
                 self._sleeps_until = min([self._next_beat(), peers.due()])
                 above = peers.comes_back(now)
@@ -314,11 +316,6 @@ class Node:
                 for key, mask in events:
                     if not peers.attend(key.fileobj, key.data, mask):
                         self._drain_wake()
-
-    def _flush(self) -> None:
-        self.peers.flush()
-        if self._handing_over:
-            self.hub.notify()
 
     def _beat(self, now: float) -> None:
         for name, session in self.hub.sessions.items():
