@@ -111,7 +111,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         if DATA not in excluded:
             app |= self._data()
         path, optimizer, schedules = self._config.initial_load_path, self._app[OPTIMIZER], self._app[SCHEDULE]
-        by_config = _goes_by_config(schedules)
+        # Torchtitan's load a step alone, and compute the rates by the config's.
+        by_config = getattr(type(schedules), "load_state_dict", None) is LRSchedulersContainer.load_state_dict
         if by_config and isinstance(optimizer, KeyedOptimizer) and optimizer.param_groups:
             optimizer.keep_options("lr")
         try:
@@ -265,11 +266,6 @@ class _TrainState:
         """The number of ranks whose tokens the trainer adds up."""
         dims = self._trainer.parallel_dims
         return int(dims.get_mesh("loss").size()) if dims.dp_cp_enabled else 1
-
-
-def _goes_by_config(schedules: Any) -> bool:
-    """Whether schedules load a step alone, as torchtitan's do, and compute the rates by the config's."""
-    return getattr(type(schedules), "load_state_dict", None) is LRSchedulersContainer.load_state_dict
 
 
 def _set_rates(schedules: Any) -> None:

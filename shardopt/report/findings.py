@@ -77,9 +77,10 @@ def _alone(run: Mapping[str, Any]) -> Iterator[Finding]:
             groups[step["alone"], _elsewhere(run, step, False)].append(step)
     for (place, reason), steps in groups.items():
         name = run["places"][place]["name"]
+        name = name if name[-1].isdigit() else f"the {name}"
         reason = _elsewhere(run, steps[0], True) if len(steps) == 1 else reason
         verb = "is" if len(steps) == 1 else "are"
-        text = f"{_names(steps)} {verb} complete only in {_the(name)}. {reason}"
+        text = f"{_names(steps)} {verb} complete only in {name}. {reason}"
         yield _of_step(steps[-1], "one place", text)
 
 
@@ -156,10 +157,6 @@ def _names(steps: Sequence[Mapping[str, Any]]) -> str:
         names = [_name(each).removeprefix("step ") for each in steps]
         return f"steps {' and '.join(names)}"
     return f"{len(steps):,} steps from {_name(steps[0])} to {_name(steps[-1])}"
-
-
-def _the(place: str) -> str:
-    return place if place[-1].isdigit() else f"the {place}"
 
 
 def _times(ratio: float) -> str:

@@ -10,7 +10,7 @@ from shardopt.checkpoint.format.constants import FILE_NAME, writer_of
 from shardopt.checkpoint.hosts.admission import InStore, Invitation, KeyFile, decode_invitation, invitation_at
 from shardopt.checkpoint.hosts.directory import PREFIX
 from shardopt.checkpoint.hosts.host_files import HostFiles, ReadOnlyFiles
-from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of
+from shardopt.checkpoint.hosts.hosts import hosts_of
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.connections.address import network_of
@@ -91,7 +91,9 @@ class PublishedRoot(ServedRoot):
             return
         self._end_serving()  # what an earlier try has left, in which a rank has failed
         hosts = hosts_of(ranks, self.path, serves=HostFiles)
-        self._reach(hosts)
+        own = HostFiles(hosts.directory)
+        others = [own if number == hosts.number else hosts.client(number) for number in range(hosts.count)]
+        self.number, self.of_rank, self.files = hosts.number, hosts.of_rank, others
         what = f"inviting followers to {self.url}"
         name, key = ranks.on_rank_0(what, lambda: [world().random_name(8), world().random_name(32)])
 
@@ -108,11 +110,6 @@ class PublishedRoot(ServedRoot):
 
         ranks.agree(what, work=serve, report=lambda at: at, decide=invite)
         self._has_met = True
-
-    def _reach(self, hosts: Hosts) -> None:
-        own = HostFiles(hosts.directory)
-        others = [own if number == hosts.number else hosts.client(number) for number in range(hosts.count)]
-        self.number, self.of_rank, self.files = hosts.number, hosts.of_rank, others
 
     def close(self) -> None:
         """Ends serving followers. Local."""
