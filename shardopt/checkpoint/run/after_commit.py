@@ -21,6 +21,7 @@ from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.metrics import Noted, add_to, added_to, noted_of, save_id_of
+from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
@@ -117,7 +118,8 @@ class AfterCommit:
             if self._stop_seconds is not None:
                 self._warn_if_slow(checkpoint.url, seconds, self._stop_seconds)
             self.base = checkpoint.url
-            self._begin_copy(id)
+            if self._mirror is not None:
+                self._begin_copy(self._mirror, id)
             if self._exporter is not None:
                 self._exporter.begin(id, noted, is_own)
             self._keeper.begin(id, noted)
@@ -158,13 +160,11 @@ class AfterCommit:
         if self._mirror is not None:
             newest = self._run.newest(damaged)
             if newest is not None:
-                self._begin_copy(newest)
+                self._begin_copy(self._mirror, newest)
 
-    def _begin_copy(self, id: CheckpointId) -> None:
-        """Begins to copy a checkpoint to the mirror, if there is one, with the metrics that were added to it."""
-        if self._mirror is None:
-            return
-        root, mirror = (storage.child(id.name) for storage in (self._run.root.storage, self._mirror.remote))
+    def _begin_copy(self, copier: MirrorCopier, id: CheckpointId) -> None:
+        """Begins to copy a checkpoint to the mirror, with the metrics that were added to it."""
+        root, mirror = (storage.child(id.name) for storage in (self._run.root.storage, copier.remote))
 
         def copy_metrics(save_id: str) -> None:
             copies = self._run.roots[-1]
@@ -177,7 +177,7 @@ class AfterCommit:
                 if added:
                     add_to(mirror, save_id, added)
 
-        self._mirror.begin(id.name, copy_metrics, lambda _: self._keeper.tidy_copies(id))
+        copier.begin(id.name, copy_metrics, lambda _: self._keeper.tidy_copies(id))
 
     def remove_newer(self) -> None:
         """Removes the checkpoints newer than the step that the run was taken back to. Collective."""

@@ -210,26 +210,24 @@ class Run:
         return self.branches
 
     def _read_branches(self, needs_copies: bool) -> Collection[Branch]:
-        ids = self.root.ids()
-        self.root.claim()
-        found = {self.root: self.root.records}
-        for root in self.roots[1:]:
+        ids, found = list[CheckpointId](), list[Root]()
+        for root in self.roots:
             try:
                 ids += root.ids()
             except CorruptionError:
                 raise
             except CheckpointError as error:
-                if needs_copies:
+                if needs_copies or root is self.root:
                     raise
                 _log.warning("%s", error)
                 continue
             root.claim()
-            found[root] = root.records
+            found.append(root)
         ids = [] if self.root.is_on_hosts else ids
-        branches = merge_records({root.url: records for root, records in found.items()}, ids).values()
-        for root, records in found.items():
+        branches = merge_records({root.url: root.records for root in found}, ids).values()
+        for root in found:
             for record in branches:
-                if record.file_name not in records:
+                if record.file_name not in root.records:
                     root.add(record)
         return branches
 
