@@ -25,7 +25,7 @@ from shardopt.checkpoint.run.destinations import Tier
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import note_tiers, tiers_at
-from shardopt.checkpoint.run.tiers.work import Job, TierQueue, TierWork, clear_shares, clear_spares
+from shardopt.checkpoint.run.tiers.work import Job, TierWork, clear_shares, clear_spares
 from shardopt.errors import CheckpointError, NoSpaceError, ShardoptError
 from shardopt.ranks import Ranks, SideRanks
 
@@ -50,8 +50,7 @@ class Tiers(Task):
         self._side = SideRanks("the tiers of a run")
         self._alone: Ranks | None = None
         self._work = TierWork(run, self._tiers)
-        self._queue = TierQueue(self._work.do)
-        super().__init__(self._queue)
+        super().__init__(self._work)
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
         self._own: list[Hosts] = []  # and are marked as the run's
         self._led: list[str] = []  # directories of the hosts that this rank leads
@@ -105,7 +104,7 @@ class Tiers(Task):
         self.prepare()
         self._claim()
         superseded = self._ranks.on_rank_0(
-            "making room on tiers", lambda: [(job.tier, *job.id) for job in self._queue.supersede()]
+            "making room on tiers", lambda: [(job.tier, *job.id) for job in self._work.supersede()]
         )
         for number, *id in superseded:
             clear_shares(self._hosts()[number], CheckpointId(*id).__eq__)
@@ -132,11 +131,11 @@ class Tiers(Task):
         tier = self._number_of(url)
         ranks = self._side.of(self._ranks)  # made by `prepare`
         onto = [] if tier is None else [other for other in self._due(id.step) if other > tier]
-        self._queue.begin(Job(id, ranks, self._hosts(), tier, onto, to_root and tier is not None, then, is_restored))
+        self._work.begin(Job(id, ranks, self._hosts(), tier, onto, to_root and tier is not None, then, is_restored))
 
     def promoting(self) -> frozenset[str]:
         """Returns the names of checkpoints that come to the root now or later, and must not be removed."""
-        return self._queue.promoting()
+        return self._work.promoting()
 
     def _number_of(self, url: str) -> int | None:
         """Returns the number of the tier that a checkpoint is on; None if it is on none."""

@@ -57,18 +57,21 @@ class Job:
         return bool(self.onto) or self.to_root
 
 
-class TierQueue(Turns[Job]):
-    """Does jobs in the order in which they began, which is the same on all ranks.
+class TierWork(Turns[Job]):
+    """Does the jobs of tiers in the order in which they began, each on the ranks of its side channel.
 
-    Failures of copies on other hosts alone are logged, and no failures: the next save is copied again.
+    The order is the same on all ranks. Failures of copies on other hosts alone are logged, and no failures: the next
+    save is copied again.
 
     Args:
-        do: does one, and gets what finds out whether no newer one of a tier waits.
+        run: whose checkpoints these are.
+        tiers: of the run, the fastest first.
     """
 
-    def __init__(self, do: Callable[[Job, Callable[[], bool]], None]) -> None:
+    def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
         super().__init__(self._do_one, self._describe, "shardopt-tiers", low_priority=True)
-        self._do_job = do
+        self._tiers, self._run, self._root = tiers, run, run.root
+        self.begin_from(None, [()] * len(tiers))
 
     def supersede(self) -> list[Job]:
         """Drops and returns waiting copies that a newer one makes needless. On rank 0."""
@@ -82,10 +85,14 @@ class TierQueue(Turns[Job]):
         """Returns the names of checkpoints that come to the root now or later."""
         return frozenset(job.id.name for job in self.jobs if job.to_root)
 
+    def is_newest(self, job: Job) -> bool:
+        """Whether no newer job of a tier waits, which would be copied next."""
+        return [each for each in self.jobs if each.tier is not None][-1] is job
+
     def _do_one(self, job: Job) -> None:
         try:
             with job.ranks.beating():
-                self._do_job(job, lambda: [each for each in self.jobs if each.tier is not None][-1] is job)
+                self.do(job)
         except BaseException as error:
             if job.promotes or job.tier is None:
                 raise
@@ -93,19 +100,6 @@ class TierQueue(Turns[Job]):
 
     def _describe(self, job: Job) -> str:
         return f"what follows the save of step {job.id.step}"
-
-
-class TierWork:
-    """Does the jobs of tiers, each on the ranks of its side channel.
-
-    Args:
-        run: whose checkpoints these are.
-        tiers: of the run, the fastest first.
-    """
-
-    def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
-        self._tiers, self._run, self._root = tiers, run, run.root
-        self.begin_from(None, [()] * len(tiers))
 
     def begin_from(self, restored: CheckpointId | None, copied: Sequence[Iterable[CheckpointId]]) -> None:
         """Notes from what the run continues, and which checkpoints of each tier have their copies then. Local.
@@ -115,18 +109,14 @@ class TierWork:
         self._restored = restored
         self._copied = {number: set(ids) for number, ids in enumerate(copied)}
 
-    def do(self, job: Job, is_newest: Callable[[], bool]) -> None:
-        """Does the work for a checkpoint. Collective, on the job's ranks.
-
-        Args:
-            is_newest: whether no newer one is there, which would be copied next; rank 0's answer counts.
-        """
+    def do(self, job: Job) -> None:
+        """Does the work for a checkpoint. Collective, on the job's ranks."""
         if job.tier is None:
             job.then()
             return
         ranks, id, source = job.ranks, job.id, job.hosts[job.tier]
         wanted = ranks.on_rank_0(
-            f"copying {id.name} on {source.root}", lambda: job.promotes or job.is_restored or is_newest()
+            f"copying {id.name} on {source.root}", lambda: job.promotes or job.is_restored or self.is_newest(job)
         )
         if not wanted:  # a newer one is there, and is copied next
             clear_shares(source, id.__eq__)

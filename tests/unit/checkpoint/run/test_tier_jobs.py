@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardopt.checkpoint.run.branches import CheckpointId
-from shardopt.checkpoint.run.tiers.work import Job, TierQueue
+from shardopt.checkpoint.run.tiers.work import Job, TierWork
 
 ALONE = SimpleNamespace(beating=nullcontext)
 
@@ -21,12 +21,13 @@ class Held:
 
     def __init__(self, failing=()):
         self.done, self.begun, self.let_go, self.failing = [], threading.Event(), threading.Event(), failing
-        self.queue = TierQueue(self.do)
+        self.queue = TierWork(SimpleNamespace(root=None), ())
+        self.queue.do = self.do
 
-    def do(self, job, is_newest):
+    def do(self, job):
         self.begun.set()
         assert self.let_go.wait(20)
-        self.done.append((job.id.step, is_newest() if job.tier is not None else None))
+        self.done.append((job.id.step, self.queue.is_newest(job) if job.tier is not None else None))
         if job.id.step in self.failing:
             raise OSError(f"step {job.id.step}")
 
