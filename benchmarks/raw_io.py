@@ -49,7 +49,9 @@ def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[st
     peers = {f"{PREFIX}{mib} MiB": calling(partial(write, path, memories, mib << 20, durable)) for mib in REQUEST_MIB}
     total = sum(memory.nbytes for memory in memories) // _PAGE_BYTES * _PAGE_BYTES
     if durable and total and hasattr(os, "O_DIRECT"):
-        aligned = mmap.mmap(-1, total)
+        aligned = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # advice that this system may not know
+            aligned.madvise(mmap.MADV_HUGEPAGE)  # of large pages the disk takes more at once
         for begin in range(0, total, _PAGE_BYTES):
             aligned[begin] = 1  # so that the memory is there
         with suppress(OSError):

@@ -37,6 +37,8 @@ class ServedStorage(Storage):
         directory: its name; "" for the root itself.
     """
 
+    buffer_bytes = LocalStorage.buffer_bytes
+
     def __init__(self, root: ServedRoot, directory: str = "") -> None:
         self._root, self._directory = root, directory
         self.url = f"{root.url}/{directory}" if directory else root.url

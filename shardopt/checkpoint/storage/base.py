@@ -41,6 +41,8 @@ class Storage(ABC):
     url: str
     is_remote = False
     """Whether reads go over a network; ranks then read once and share, in fewer and larger requests."""
+    buffer_bytes = 4 << 20
+    """The size of buffers that `write` handles best."""
 
     @abstractmethod
     def make(self) -> None:

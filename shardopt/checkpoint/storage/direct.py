@@ -23,8 +23,10 @@ from contextlib import suppress
 
 import numpy as np
 
+from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.storage.base import FLUSH, skip
 from shardopt.checkpoint.storage.mounts import direct_alignment, file_system_type
+from shardopt.runtime.host_memory import Block
 from shardopt.world import Future, world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -74,7 +76,7 @@ class _Request:
     Each segment but the last is of whole pages; each that is in place is.
     """
 
-    def __init__(self, block: mmap.mmap, offset: int) -> None:
+    def __init__(self, block: memoryview, offset: int) -> None:
         self.block, self.offset = block, offset
         self.segments: list[memoryview] = []
         self.nbytes = 0
@@ -105,7 +107,7 @@ class _Request:
     def close(self) -> None:
         """Makes a segment of what was copied since the last one."""
         if self.open_bytes:
-            self.segments.append(memoryview(self.block)[self._copied : self._used])
+            self.segments.append(self.block[self._copied : self._used])
             self._copied = self._used
 
     def take_open(self) -> np.ndarray:
@@ -140,9 +142,10 @@ class DirectWriter:
         self._alignment = memory_alignment
         self._in_place = True  # whether memory stays as it is until the file is finished
         self._finished = False
-        # Shared: a fork beside a direct write, as of workers that load data, may not copy what the disk is reading.
-        flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
-        self._free = deque(mmap.mmap(-1, BLOCK_BYTES, flags) for _ in range(1 + _WRITERS))
+        # In large pages, of which the disk takes more at once; and not inherited: a fork beside a direct write, as of
+        # workers that load data, may not copy what the disk is reading.
+        blocks = bytes_of(Block((1 + _WRITERS) * BLOCK_BYTES).memory)
+        self._free = deque(blocks[begin : begin + BLOCK_BYTES] for begin in range(0, blocks.nbytes, BLOCK_BYTES))
         self._request = _Request(self._free.popleft(), offset)
         self._writing: deque[tuple[_Request, Future[None]]] = deque()
         # A pool for each thread, which starts here: a pool that starts one later, and cannot, has queued the request.

@@ -38,7 +38,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 _DIRECT_BYTES = 8 << 20  # of a batch from which on it goes past the page cache
 _BATCH_BYTES = 16 << 20  # for the disk at a time; more would hold on to memory that was made only to be written
-_HOT_BYTES = 1 << 20  # copied in one call where the disk is not waited for: they were just hashed, and are in the cache
+_HOT_BYTES = 512 << 10  # copied in one call where the disk is not waited for; then still in the core's cache
 # Errors of a disk, or the file system on it, that has lost bytes; not of one that is out of reach.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 _durably_named: set[str] = set()  # directories that this process has made durable, with all above them
@@ -62,6 +62,8 @@ _not_synced: set[int] = set()  # file systems of which that was said
 
 class LocalStorage(Storage):
     """A directory of a file system with atomic renames, POSIX durability and vectored I/O."""
+
+    buffer_bytes = _HOT_BYTES
 
     def __init__(self, path: str, durable: bool = True) -> None:
         self.url = os.path.abspath(path)

@@ -1,4 +1,4 @@
-"""Writes local tensors to data files; one pass hashes and writes each tensor's bytes. No communication."""
+"""Writes local tensors to data files; one pass writes and hashes each tensor's bytes. No communication."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from shardopt.checkpoint.saving.writing.device_stream import streamed, to_host
 from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.storage import FLUSH, Storage
 from shardopt.sharding.pieces import View, narrowed
-
-_CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that bytes just hashed are still in the cache when they are written
 
 
 def write_files(
@@ -53,7 +51,7 @@ def write_files(
 
     with explain_no_space(storage, "the data files of this rank", needed, written, save_id):
         for slot in slots:
-            file = _File(writes, slot, tensor_of, values[slot], done)
+            file = _File(writes, slot, tensor_of, values[slot], done, storage.buffer_bytes)
             name = file_name(save_id, writes.rank, slot)
             try:
                 nbytes = storage.write(name, file)
@@ -87,10 +85,12 @@ class _File:
         tensor_of: Callable[[WriteRequest], Tensor],
         per_rank: bytes,
         done: Counter | None,
+        buffer_bytes: int,
     ) -> None:
         self._header = writes.header(slot, len(per_rank))
         self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
         self._per_rank, self._done, self.nbytes = per_rank, done, writes.tensor_bytes(slot)
+        self._buffer_bytes = buffer_bytes
         self.digest = ""  # of header and checksums; known after an iteration
         self._streaming: Generator[memoryview] | None = None
 
@@ -110,11 +110,11 @@ class _File:
         for memory in self._memories():
             if memory is FLUSH:
                 yield memory
-            for chunk in _cut(memory, _CHUNK_BYTES):
-                sums += map(xxhash.xxh3_64_digest, _cut(chunk, SEGMENT_BYTES))
-                yield chunk
+            for buffer in _cut(memory, self._buffer_bytes):
+                yield buffer  # which may have brought it to the core's cache
+                sums += map(xxhash.xxh3_64_digest, _cut(buffer, SEGMENT_BYTES))
                 if self._done is not None:
-                    self._done.add(chunk.nbytes)
+                    self._done.add(buffer.nbytes)
         if self._per_rank:
             values = memoryview(self._per_rank)
             sums += map(xxhash.xxh3_64_digest, _cut(values, SEGMENT_BYTES))

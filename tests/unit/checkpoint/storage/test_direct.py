@@ -134,7 +134,7 @@ def test_without_threads_it_goes_through_the_page_cache(tmp_path, monkeypatch, f
 
 @pytest.mark.parametrize("operation", ["mmap:mmap", "os:dup"])
 def test_without_memory_or_descriptors_it_goes_through_the_page_cache(tmp_path, monkeypatch, operation):
-    def lacking(*_):
+    def lacking(*_, **__):
         raise OSError(errno.ENOMEM, "cannot allocate memory")
 
     monkeypatch.setattr(direct.mmap if operation == "mmap:mmap" else direct.os, operation.split(":")[1], lacking)
@@ -365,12 +365,18 @@ def test_a_program_that_ends_meanwhile_starts_no_threads_and_still_commits(tmp_p
     assert checkpoint.verify(str(tmp_path / "a")).ok
 
 
-def test_forks_beside_writes_share_the_blocks(tmp_path, monkeypatch):
+def test_blocks_have_large_pages_and_are_not_for_forked_children(tmp_path, monkeypatch):
     """Otherwise a page that the disk reads may be copied for one of the two processes: see open(2), O_DIRECT."""
-    asked = []
-    monkeypatch.setattr(direct.mmap, "mmap", lambda *args, of=direct.mmap.mmap: asked.append(args[2]) or of(*args))
+    advised = []
+
+    class Noting(mmap.mmap):
+        def madvise(self, advice):
+            advised.append((len(self), advice))
+            super().madvise(advice)
+
+    monkeypatch.setattr(mmap, "mmap", Noting)
     LocalStorage(str(tmp_path)).write("a", [memoryview(bytes(3 * BLOCK))])
-    assert asked and all(flags & direct.mmap.MAP_SHARED for flags in asked)
+    assert advised == [(3 * BLOCK, mmap.MADV_DONTFORK), (3 * BLOCK, mmap.MADV_HUGEPAGE)]
 
 
 def test_after_a_second_interrupt_no_other_file_gets_the_bytes(tmp_path, monkeypatch):

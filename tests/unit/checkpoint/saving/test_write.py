@@ -1,0 +1,37 @@
+"""How the bytes of a data file pass: each buffer is written, and then hashed while it is in the core's cache."""
+
+import os
+from types import SimpleNamespace
+
+import torch
+import xxhash
+
+from shardopt import checkpoint
+from shardopt.checkpoint.saving.writing import write
+from shardopt.checkpoint.storage import LocalStorage
+
+
+def test_what_was_just_written_is_hashed_before_more_is(tmp_path, monkeypatch):
+    """The kernel's copy has it in the cache then; the other way round took 1.1 times as much processor time."""
+    written, hashed, ahead = 0, 0, set()
+    writev = os.writev
+
+    def writing(fd, buffers):
+        nonlocal written
+        written += (done := writev(fd, buffers))
+        return done
+
+    def digest(memory):
+        nonlocal hashed
+        ahead.add(written - hashed)
+        hashed += memory.nbytes
+        return xxhash.xxh3_64_digest(memory)
+
+    monkeypatch.setattr(os, "writev", writing)
+    hashes = SimpleNamespace(xxh3_64_digest=digest, xxh3_64_hexdigest=xxhash.xxh3_64_hexdigest)
+    monkeypatch.setattr(write, "xxhash", hashes)
+    checkpoint.save(tmp_path / "a", {"x": torch.arange(1 << 20)}, durable=False)
+    header_bytes = 1 << 14  # at most
+    assert hashed == 8 << 20 and min(ahead) > 0 and max(ahead) <= LocalStorage.buffer_bytes + header_bytes
+    monkeypatch.undo()
+    assert checkpoint.verify(tmp_path / "a").ok
