@@ -42,7 +42,7 @@ class Storage(ABC):
     is_remote = False
     """Whether reads go over a network; ranks then read once and share, in fewer and larger requests."""
     buffer_bytes = 4 << 20
-    """The size of buffers that `write` handles best."""
+    """Of the buffers that a save gives to `write`, at most."""
 
     @abstractmethod
     def make(self) -> None:

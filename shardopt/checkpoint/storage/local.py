@@ -45,8 +45,7 @@ _durably_named: set[str] = set()  # directories that this process has made durab
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_temporary` names them
 
 _CACHESTAT = 451  # the system call, which has no name in libc yet: pages of a file in the page cache, and four counts
-_SYNC_FILE_RANGE_WRITE = 2
-_RENAME_NOREPLACE, _AT_FDCWD = 1, -100
+_SYNC_FILE_RANGE_WRITE, _RENAME_NOREPLACE, _AT_FDCWD = 2, 1, -100
 _libc = ctypes.CDLL(None, use_errno=True)  # for what os has no name for
 _sync_file_range = getattr(_libc, "sync_file_range", None)  # of Linux
 if _sync_file_range is not None:
@@ -186,9 +185,8 @@ class LocalStorage(Storage):
 
     def write_to(self, fd: int, buffers: Iterable[memoryview]) -> int:
         """Writes to an open file from its beginning; returns the number of bytes."""
-        total = 0
+        total, undecided = 0, self._durable
         writer: direct.DirectWriter | None = None
-        undecided = self._durable
 
         def most_bytes() -> int:
             return _HOT_BYTES if writer is not None or not self._durable else _BATCH_BYTES
