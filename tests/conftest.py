@@ -19,13 +19,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Tests make many objects and few cycles: with the usual thresholds the collector takes a twentieth of the time of some.
 gc.set_threshold(100_000, 50, 1000)
 
-# No example has a time limit of its own: on a busy machine that would fail a test that is right.
-hypothesis.settings.register_profile("shardopt", deadline=None)
+# No example has a time limit of its own: on a busy machine that would fail a test that is right. Each run draws others,
+# so that those of many runs are many: see tests/support/drawn.py.
+hypothesis.settings.register_profile("shardopt", deadline=None, max_examples=40)
+hypothesis.settings.register_profile("exhaustive", deadline=None, max_examples=100)
 hypothesis.settings.load_profile("shardopt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="also run the tests that take minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--exhaustive"):
+        hypothesis.settings.load_profile("exhaustive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,6 +16,7 @@ from shardopt.sharding.view import local_tensors, view_of
 from tests.contract.test_view_dtensor import cases
 from tests.contract.test_view_shards import enumerable, sharded
 from tests.support.boxes import partitions
+from tests.support.drawn import examples
 from tests.support.fake_rank import as_rank, check_views, counting, redistributed
 from tests.support.placement import at
 
@@ -62,7 +63,7 @@ def check(make, world, ranks):
                 assert torch.equal(mine, wanted[at(box)].double()), (rank, dims, box)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(cases(mesh_dims=2, most_ranks=6))
 def test_sums_of_dtensors(case):
     shape, mesh_shape, placements = case
@@ -71,7 +72,7 @@ def test_sums_of_dtensors(case):
     check(lambda rank: redistributed(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple).flatmap(partitions), st.data())
 def test_sums_of_sharded_tensors(partition, data):
     shape, parts = partition
@@ -105,7 +106,7 @@ def stacked(make, world, ranks):
     check_views(views, torch.stack([world + 1000 * number for number in range(COUNT)]))
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(cases(mesh_dims=2, most_ranks=6))
 def test_stacks_of_dtensors(case):
     shape, mesh_shape, placements = case
@@ -116,7 +117,7 @@ def test_stacks_of_dtensors(case):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple).flatmap(partitions), st.data())
 def test_stacks_of_sharded_tensors(partition, data):
     shape, parts = partition

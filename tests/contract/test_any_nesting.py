@@ -18,6 +18,7 @@ from shardopt import (
     checkpoint,
 )
 from shardopt.optim import CombinedOptimizer, OptimizerWrapper
+from tests.support.drawn import examples
 from tests.support.optimizers import Counting, same, train
 
 WRAPPERS = ["wrap", "clip", "count", "warm"]
@@ -78,7 +79,7 @@ def alike(one, other):
     assert all(map(torch.equal, one.params.values(), other.params.values()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tree=trees(), steps=st.integers(0, 2))
 def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
     optimizer, untouched = built(tree), built(tree)
@@ -103,7 +104,7 @@ def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(tree=trees(), steps=st.integers(1, 2))
 def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_run(tree, steps):
     optimizer, resumed = built(tree), built(tree)
@@ -123,7 +124,7 @@ def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_r
     alike(optimizer, resumed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(tree=trees(), steps=st.integers(0, 2))
 def test_any_nesting_resumes_under_other_names(tree, steps):
     optimizer = built(tree)

@@ -16,6 +16,7 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.gradients import GradientReader, local_gradients
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
+from tests.support.drawn import examples
 from tests.support.fake_rank import as_rank, counting, redistributed
 
 # torch says once that it does not check sparse tensors; the ones here are right.
@@ -146,7 +147,7 @@ def test_no_gradient_is_none_for_each_local_tensor(make, rank):
         assert local_gradients(param) == (None,) * len(local_tensors(param))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_gradient_is_read_as_the_parameter_is_placed(data):
     """Whatever local placement the gradient has, each local tensor gets the gradient of its own elements."""

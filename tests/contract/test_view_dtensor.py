@@ -26,6 +26,7 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.mesh import Split, differ_unseen, in_order, runs_of
 from shardopt.sharding.view import view_of
+from tests.support.drawn import examples
 from tests.support.fake_rank import as_rank, check_views, counting, redistributed
 from tests.support.placement import at
 
@@ -55,7 +56,7 @@ def views_on_all_ranks(make, mesh_shape, world_size=None, ranks=None):
     return views
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_every_placement_that_torch_redistributes_to(case):
     shape, mesh_shape, placements = case
@@ -66,7 +67,7 @@ def test_every_placement_that_torch_redistributes_to(case):
     assert len({view.layout for view in views.values()}) == 1 and not views[0].layout.local
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(cases())
 def test_every_placement_with_one_meaning_that_torch_distributes(case):
     shape, mesh_shape, placements = case
@@ -108,7 +109,7 @@ def has_two_readings(shape, mesh_shape, placements):
     return any(split.factor > 1 for split in splits) and ordered is not None and uneven
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(cases(mesh_dims=2, most_ranks=6), st.randoms())
 def test_ranks_outside_of_the_mesh_hold_nothing_and_know_the_layout(case, random):
     shape, mesh_shape, placements = case

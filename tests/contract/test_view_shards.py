@@ -17,6 +17,7 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.view import view_of
 from tests.support.boxes import partitions
+from tests.support.drawn import examples
 from tests.support.fake_rank import as_rank, check_views, counting
 from tests.support.placement import at
 
@@ -56,7 +57,7 @@ def on_all_ranks(make, world_size=RANKS):
     return views
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple).flatmap(partitions), st.data())
 def test_sharded_tensor_with_any_shards_on_any_ranks(partition, data):
     shape, parts = partition
@@ -67,7 +68,7 @@ def test_sharded_tensor_with_any_shards_on_any_ranks(partition, data):
     assert len({view.layout for view in views.values()}) == 1 and not views[0].layout.local
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=3), st.data())
 def test_sharded_tensor_in_chunks(shape, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -147,7 +148,7 @@ def test_sharded_tensor_on_ranks_that_are_not_named(table, placement):
     assert "rank" in problem_of(table).remedy
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=2).map(tuple).flatmap(partitions), st.data())
 def test_wrapper_with_any_shards_on_any_ranks(partition, data):
     shape, parts = partition

@@ -17,6 +17,7 @@ from shardopt.nn import Grid, ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.optim import FusedOptimizerModule
 from shardopt.sharding.view import local_tensors, view_of
 from tests.support.atomics import RefusesAtomics
+from tests.support.drawn import examples
 from tests.support.fake_rank import fake_rank
 from tests.support.placement import at
 
@@ -37,7 +38,7 @@ def lookups(draw):
     return options, torch.tensor(ids, dtype=kind), torch.tensor(offsets, dtype=kind), weighted
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(lookups(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
 def test_is_an_embedding_bag(lookup, dtype):
     options, ids, offsets, weighted = lookup

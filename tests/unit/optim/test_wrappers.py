@@ -20,6 +20,7 @@ from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim import CombinedOptimizer, OptimizerWrapper
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from tests.support.drawn import examples
 from tests.support.optimizers import Counting, same, train
 
 
@@ -581,7 +582,7 @@ def alike(one, other):
     assert all(map(torch.equal, one.params.values(), other.params.values()))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(tree=trees(), steps=st.integers(0, 2))
 def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
     optimizer, untouched = built(tree), built(tree)
@@ -602,7 +603,7 @@ def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
     assert len(optimizer.state) == len(optimizer.params) == len(saved["state"]) - str(tree).count("count")
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(tree=trees(), steps=st.integers(1, 2))
 def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_run(tree, steps):
     optimizer, resumed = built(tree), built(tree)

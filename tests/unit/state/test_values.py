@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from shardopt.errors import StateError
 from shardopt.state.values import canonical, decode_value, encode_value
+from tests.support.drawn import examples
 
 
 def through_json(value):
@@ -225,7 +226,7 @@ TYPED = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     st.recursive(TYPED | JSON, lambda inner: st.lists(inner, max_size=3) | st.builds(lambda k, v: {k: v}, KINDS, inner))
 )

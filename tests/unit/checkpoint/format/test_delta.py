@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES, segment_count
 from shardopt.checkpoint.format.delta import Delta, DeltaBuilder, decode_index, digest_of, index_bytes, word_bytes
 from shardopt.errors import CorruptionError
+from tests.support.drawn import examples
 
 WORDS = (1, 2, 4, 8)
 
@@ -49,7 +50,7 @@ def random_bytes(nbytes, seed=0):
 RATES = st.lists(st.sampled_from([0.0, 1e-5, 1e-3, 0.02, 0.5, 1.0]), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     word=st.sampled_from(WORDS),
     count=st.integers(0, 40_000) | st.sampled_from([SEGMENT_BYTES // 8, SEGMENT_BYTES // 4, SEGMENT_BYTES // 4 + 1]),
@@ -137,7 +138,7 @@ def apply_hostile(data, body, nbytes, word):
     return True
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     word=st.sampled_from(WORDS),
     rates=RATES,
@@ -158,7 +159,7 @@ def test_flipped_bytes_are_refused_or_stay_in_their_segment(word, rates, flips, 
     apply_hostile(index, body, nbytes, word)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(
     word=st.sampled_from(WORDS),
     nbytes=st.integers(0, 80),
@@ -212,7 +213,7 @@ def test_an_index_that_claims_much_takes_no_memory():
     tracemalloc.stop()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     word=st.sampled_from(WORDS),
     size=st.integers(1, 300) | st.sampled_from([64, 256, 4096]),

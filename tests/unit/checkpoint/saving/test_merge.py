@@ -28,6 +28,7 @@ from shardopt.sharding.layout_merge import components_of
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.state.paths import Index
 from shardopt.state.values import encode_value
+from tests.support.drawn import examples
 from tests.support.merged_by_rank import description_of, geometry_by_rank, layouts_by_rank, values_by_rank
 
 PLACES = ["plain", "flat", "replicas", "cut", "strips", "own shards", "own shards and replicas"]
@@ -175,7 +176,7 @@ def manifest_bytes(geometry, size, cut_plain):
     return make_manifest("0" * 12, plan, {}, reports, saved_at=0.0)[1]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 10**9))
 def test_kinds_merge_to_what_ranks_merge_to(seed):
     made = cluster(seed)
@@ -190,7 +191,7 @@ def test_kinds_merge_to_what_ranks_merge_to(seed):
         assert manifest_bytes(by_kind, made.size, cut_plain) == manifest_bytes(by_rank, made.size, cut_plain)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 10**9), st.booleans())
 def test_a_rank_plans_its_component_as_it_would_all(seed, cut_plain):
     made = cluster(seed, most=10)
@@ -235,7 +236,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.lists(st.dictionaries(st.sampled_from(["v", "w.0"]), values, max_size=2), min_size=1, max_size=3), st.data())
 def test_values_merge_as_those_of_all_ranks(distinct, data):
     order = data.draw(st.lists(st.integers(0, len(distinct) - 1), min_size=1, max_size=6))
@@ -342,7 +343,7 @@ def test_components(groups, components):
     assert components_of(groups, 4) == components
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 10**9))
 def test_layouts_merge_as_those_of_all_ranks(seed):
     made = cluster(seed, most=1)

@@ -17,6 +17,7 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
+from tests.support.drawn import examples
 
 MIB = 1 << 20
 KINDS = ["plain", "plain on some", "rows", "columns", "replicas of rows", "rows of replicas", "held"]
@@ -75,7 +76,7 @@ def least_possible(ranks, members):
     return max(sum(nbytes for holders, nbytes in held_by.items() if holders <= some) / len(some) for some in sets)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 10**9), st.booleans())
 def test_everything_is_written_once_by_a_rank_that_holds_it(seed, cut_plain):
     _, members = job(seed)
@@ -95,7 +96,7 @@ def test_everything_is_written_once_by_a_rank_that_holds_it(seed, cut_plain):
         assert all(sorted(numbers) == list(range(len(numbers))) for numbers in slots.values())  # no file is left out
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 10**9), st.booleans())
 def test_every_rank_works_out_the_same(seed, cut_plain):
     """Whatever the order in which it knows the tensors, and whatever it has worked out before."""
@@ -112,7 +113,7 @@ def test_every_rank_works_out_the_same(seed, cut_plain):
     assert others == [first, first]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.integers(0, 10**9))
 def test_no_rank_writes_much_more_than_it_must(seed):
     """The bound is the least possible, which is the mean where the holders allow it."""
@@ -140,7 +141,7 @@ def test_one_replicated_tensor_is_shared_evenly(ranks, mib):
     assert max(load) <= 1.1 * sum(load) / ranks + MIB
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.integers(0, 10**9))
 def test_plain_tensors_that_may_differ_are_written_whole(seed):
     """By the rank with the least to write, so that none has more than one of them beyond what it must."""

@@ -12,6 +12,7 @@ from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.saving.planning import replica_check as replicas
 from shardopt.checkpoint.saving.planning.replica_check import contents_of, refuse_unknown_choice
 from shardopt.sharding.view import view_of
+from tests.support.drawn import examples
 
 KIB = 1024
 
@@ -52,7 +53,7 @@ def test_the_same_hash_for_any_strides(dtype, nbytes):
         assert hashed(plain, which) == hashed(strided, which) == xxhash.xxh3_64_hexdigest(expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     shape=st.lists(st.integers(1, 90), min_size=1, max_size=4).filter(lambda shape: math.prod(shape) < 1_000_000),
     dims=st.permutations(range(4)),

@@ -32,6 +32,7 @@ from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View
 from tests.support.boxes import partitions
+from tests.support.drawn import examples
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
@@ -111,7 +112,7 @@ def wanted_boxes(draw, shape):
     return Box(tuple(draw(st.integers(0, size - n)) for size, n in zip(shape, sizes, strict=True)), sizes)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(
     data=st.data(),
     segment=st.sampled_from([16, 64, SEGMENT_BYTES]),

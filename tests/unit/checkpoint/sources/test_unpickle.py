@@ -18,6 +18,7 @@ from shardopt.checkpoint.sources.pickled.stand_ins import Known, StandIn, Unknow
 from shardopt.checkpoint.sources.pickled.unpickle import unpickle
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
 from shardopt.state.values import encode_value
+from tests.support.drawn import examples
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 
@@ -37,7 +38,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(values, st.sampled_from(PROTOCOLS))
 def test_plain_values_come_back_with_their_types(value, protocol):
     assert encode_value(unpickle(pickle.dumps(value, protocol), "w", PLAIN_GLOBALS)) == encode_value(value)

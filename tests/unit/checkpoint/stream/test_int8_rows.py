@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shardopt.checkpoint import dequantize_rows
 from shardopt.checkpoint.stream import int8_rows
 from shardopt.checkpoint.stream.int8_rows import LARGEST, codes_of, extremes_of, scales_of
+from tests.support.drawn import examples
 from tests.support.in_bits import by_hand
 from tests.support.streams import same_bits
 
@@ -36,7 +37,7 @@ NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 9).flatmap(lambda columns: st.lists(st.lists(NUMBERS, min_size=columns, max_size=columns))))
 def test_an_element_is_at_most_half_a_step_off(rows):
     rows = torch.tensor(rows, dtype=torch.float32).reshape(len(rows), -1) if rows else torch.empty(0, 3)
