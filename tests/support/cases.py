@@ -55,6 +55,18 @@ ELEMENTWISE_CASES = [
     for how in implementations(name)
 ]
 
+
+def _in_turn(name):
+    """Each options of an algorithm, and each of its implementations, at least once."""
+    descs, hows = [desc for desc, _ in option_sets(name)], [*implementations(name)]
+    for number in range(max(len(descs), len(hows))):
+        desc, how = descs[number % len(descs)], hows[number % len(hows)]
+        yield f"{name}-{desc}-{how}".replace(" ", "_")
+
+
+# A covering few of the cases: those of the usual run, where tests of all of them take long.
+IN_TURN = {id for name in ELEMENTWISE for id in _in_turn(name)}
+
 # What the database has on CUDA only, or not at all.
 EXTRA_OPTIONS = {
     "tensor_rate": {"lr": torch.tensor(0.01)},

@@ -336,9 +336,15 @@ def reloaded(optimizer, made, tmp_path, through):
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps", [0, 2, 4, 5, 12, 13])
-@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "steps", "groups"),
+    [
+        pytest.param(kind, steps, groups, marks=[pytest.mark.exhaustive][: (i + j + groups) % 2])  # pairs are in all
+        for i, kind in enumerate(KINDS)
+        for j, steps in enumerate([0, 2, 4, 5, 12, 13])
+        for groups in (True, False)
+    ],
+)
 def test_resumed_steps_are_the_uninterrupted_ones_bit_for_bit(kind, steps, groups, tmp_path):
     """Within a stage, at both ends of stages and after the last, with and without saved groups."""
     optimizer, made = nested(kind, lr=0.7), nested(kind, lr=0.7)
