@@ -12,7 +12,10 @@ from tests.harness import run_ranks
 pytestmark = needs_standin
 
 ROOT = Path(__file__).parents[2]
-WHOLE = [[f"tests/contract/test_{name}.py", "--exhaustive"] for name in ("optimizer_contract", "optimizer_loading", "storage")]
+WHOLE = [
+    [f"tests/contract/test_{name}.py", "--exhaustive"]
+    for name in ("optimizer_contract", "optimizer_loading", "storage")
+]
 SOME = ["tests/contract/test_optimizer_contract.py", "-k", "everything"]  # one optimizer around all others
 
 

@@ -1,6 +1,7 @@
 """A run of which some hosts are away: steps that lack files are named, stay for a while, and never return unasked."""
 
 import logging
+import shutil
 
 import pytest
 import torch.distributed as dist
@@ -38,10 +39,17 @@ def shares(root, host):
     return sorted(path.name for path in (root / f"host-{host}").glob("step-*"))
 
 
+@pytest.fixture(scope="module")
+def nine_steps(tmp_path_factory):
+    path = tmp_path_factory.mktemp("nine_steps")
+    assert run_ranks(3, start, str(path), "abc", 9)[0] == (None, 0, [], [8, 9])
+    return path
+
+
 @pytest.fixture
-def root(tmp_path):
+def root(nine_steps, tmp_path):
     """A run whose steps 8 and 9 are on the hosts a, b and c, two copies of each file."""
-    assert run_ranks(3, start, str(tmp_path), "abc", 9)[0] == (None, 0, [], [8, 9])
+    shutil.copytree(nine_steps, tmp_path, symlinks=True, dirs_exist_ok=True)
     return tmp_path
 
 

@@ -256,8 +256,14 @@ def prefetched(loader):
     yield from loader
 
 
-@pytest.mark.parametrize(("workers", "resumable"), [(0, False), (1, False), (0, True), (0, None), (1, None)])
-@pytest.mark.parametrize("at", [3, 8, 9])
+@pytest.mark.parametrize(
+    ("workers", "resumable", "at"),
+    [
+        *((0, resumable, at) for resumable in (False, True, None) for at in (3, 8, 9)),
+        *((1, False, at) if at == 3 else pytest.param(1, False, at, marks=pytest.mark.exhaustive) for at in (3, 8, 9)),
+        *((1, None, at) if at == 9 else pytest.param(1, None, at, marks=pytest.mark.exhaustive) for at in (3, 8, 9)),
+    ],
+)
 def test_random_numbers_of_a_resumed_epoch_are_those_of_an_unbroken_one(tmp_path, at, workers, resumable):
     """Each loader draws a seed for its workers as it is opened; an epoch that is resumed is opened twice."""
     unbroken = drawn_in(12, None, None, workers, resumable)

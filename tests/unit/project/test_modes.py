@@ -73,13 +73,13 @@ def values_of(*things):
     return found
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
+def assert_same(found, wanted, name=""):
+    assert found.keys() == wanted.keys(), name
     for key, value in wanted.items():
         if isinstance(value, torch.Tensor):
-            assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+            assert found[key].dtype == value.dtype and torch.equal(found[key], value), (name, key)
         else:
-            assert found[key] == value, key
+            assert found[key] == value, (name, key)
 
 
 ALGORITHMS = {
@@ -218,12 +218,12 @@ def continued(app, url):
 @pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step", "ignore:The given NumPy array is not writable"
 )
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("work", [wrapped_steps, averages, saves, loads, runs])
-def test_work_in_a_mode_comes_out_as_outside_of_it(work, mode, tmp_path):
-    paths = [] if work in (wrapped_steps, averages) else [tmp_path / "plain"]
-    wanted = work(contextlib.nullcontext, *paths)
-    assert_same(work(MODES[mode], *(tmp_path / "mode" for _ in paths)), wanted)
+def test_work_in_a_mode_comes_out_as_outside_of_it(work, tmp_path):
+    folders = [] if work in (wrapped_steps, averages) else [tmp_path]
+    wanted = work(contextlib.nullcontext, *(folder / "plain" for folder in folders))
+    for name, mode in MODES.items():
+        assert_same(work(mode, *(folder / name for folder in folders)), wanted, name)
 
 
 def test_a_closure_is_evaluated_in_the_mode_of_its_caller():

@@ -5,11 +5,11 @@ import itertools
 import json
 import os
 import random
+import resource
 import select
+import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 import traceback
@@ -49,8 +49,9 @@ from shardopt.ranks.connections.node import Node
 from shardopt.ranks.connections.proof import Connecting, Forgotten, Listening, Meeting, Refused
 from shardopt.ranks.connections.session import Gathering
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.files.server import FileServer
 from shardopt.world import World, using, world
-from tests.support.source import ROOT
+from tests.harness import run_ranks
 from tests.support.wire import Wire
 from tests.unit.ranks.test_ranks import Group, Job, together
 
@@ -264,45 +265,49 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
         link.close()
 
 
-SILENT = """
-import resource, socket, sys, threading
-import torch.distributed as dist
-from shardopt import world as world_module
-from shardopt.ranks import Ranks, ranks as ranks_module
-from shardopt.ranks.connections.address import Network
-from shardopt.ranks.connections.join import Entry
-from shardopt.ranks.files.server import FileServer
-from tests.unit.ranks.test_ranks import Group, together
-
-ranks_module.accelerator_of = lambda group: None
-ranks_module._members = lambda group: tuple(range(group.size()))
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-stores = [dist.HashStore() for _ in range(3)]
-jobs = [[Ranks(Group(rank, 2, store)) for rank in range(2)] for store in stores]
-work = lambda here: here.agree("x", lambda: len([open("/dev/null") for _ in range(60)]))[0]
-for job in jobs:
-    assert together(job, work) == [60, 60]
-server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), None)
-ports = [server.at[0][1], *(job[0].channel.node.session.at[0][1] for job in jobs)]
-print(*ports, flush=True)
-sys.stdin.readline()
-for job in jobs:
-    assert together(job, work) == [60, 60]
-print("agreed", flush=True)
-"""
-
-
-def test_silent_strangers_at_all_listeners_leave_the_process_its_descriptors():
-    command = [sys.executable, "-c", SILENT]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        ports = [int(port) for port in process.stdout.readline().split()]
-        silent = []
-        for number in range(400):
-            silent.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)])))
-        told, _ = process.communicate("now\n", timeout=60)
+def meet_silent_strangers(rank, folder):
+    """Rank 0 has few descriptors, and listens; rank 1 is the strangers."""
+    if rank == 1:
+        ports = json.loads(appeared(folder / "ports"))
+        silent = [socket.create_connection(("127.0.0.1", ports[number % len(ports)])) for number in range(400)]
+        (folder / "silent").touch()
+        appeared(folder / "agreed")
         for link in silent:
             link.close()
-    assert told == "agreed\n"
+        return
+    ranks_module.accelerator_of = lambda group: None
+    ranks_module._members = lambda group: tuple(range(group.size()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    stores = [dist.HashStore() for _ in range(3)]
+    jobs = [[Ranks(Group(rank, 2, store)) for rank in range(2)] for store in stores]
+
+    def all_agree():
+        for job in jobs:
+            found = together(job, lambda here: here.agree("x", lambda: len([open(os.devnull) for _ in range(60)]))[0])
+            assert found == [60, 60]
+
+    all_agree()
+    server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), None)
+    ports = [server.at[0][1], *(job[0].channel.node.session.at[0][1] for job in jobs)]
+    (folder / "ports.new").write_text(json.dumps(ports))
+    (folder / "ports.new").rename(folder / "ports")
+    appeared(folder / "silent")
+    all_agree()
+    (folder / "agreed").touch()
+
+
+def appeared(path):
+    while not path.exists():
+        time.sleep(0.005)
+    return path.read_text()
+
+
+def strangers_and_a_job(folder):
+    meet_silent_strangers(int(os.environ["RANK"]), folder)
+
+
+def test_silent_strangers_at_all_listeners_leave_the_process_its_descriptors(tmp_path):
+    run_ranks(2, strangers_and_a_job, tmp_path, backend=None)
 
 
 NONSENSE = {
@@ -549,25 +554,18 @@ def test_a_rank_without_a_descriptor_says_so_of_itself(job, monkeypatch):
     assert "x: this rank cannot communicate: [Errno 24] Too many open files" in str(outcomes[1])
 
 
-SIGPIPE = """
-import signal, socket
-from shardopt.ranks.connections.frames import Message, Kind
-from shardopt.ranks.connections.link import Ended, Link
-signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-here, there = socket.socketpair()
-there.close()
-link = Link(here)
-link.put_message(Message(Kind.BEAT))
-try:
-    link.flush()
-except Ended:
-    print("ended")
-"""
+def flush_to_a_peer_that_is_gone():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    here, there = socket.socketpair()
+    there.close()
+    link = Link(here)
+    link.put_message(Message(Kind.BEAT))
+    with pytest.raises(Ended):
+        link.flush()
 
 
 def test_a_peer_that_is_gone_ends_no_program_that_is_to_end_by_broken_pipes():
-    done = subprocess.run([sys.executable, "-c", SIGPIPE], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+    run_ranks(1, flush_to_a_peer_that_is_gone, backend=None)
 
 
 # Connections that break.
