@@ -95,9 +95,9 @@ def rows():
 def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, looking, request):
     reason = refused(name, options, dtype)
     full = request.config.getoption("--exhaustive")
+    # The steps before which `init_state` is called; unit/optim/test_init_state.py has all options.
+    calls = ((), (0, 3)) if full or len(looking) > 1 else ((),)
     looking = range(ranks) if full else sorted({*looking})
-    # The steps before which `init_state` is called; unit/optim/test_init_state.py has other dtypes.
-    calls = ((), (0, 3)) if full or dtype == torch.float32 else ((),)
     for names in layouts:
         if reason is not None:
             refuses_as_torch(name, options, names, dtype, reason)
