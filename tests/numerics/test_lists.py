@@ -216,9 +216,23 @@ def differing(one, other):
     return sorted((key, name) for key, name in keys if not torch.equal(one[key][name], other[key][name]))
 
 
-@pytest.mark.parametrize("most", [lists.MOST_ON_CPU, pytest.param(6200, marks=pytest.mark.exhaustive), 0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "dtype", "most"),
+    [
+        pytest.param(
+            name,
+            options,
+            dtype,
+            most,
+            id=f"{name}-{options}-{dtype}-{most}",
+            # Usually each case in both dtypes, and under both bounds.
+            marks=[pytest.mark.exhaustive][: most == 6200 or (i + j + (most == 0)) % 2],
+        )
+        for i, (name, options) in enumerate(CASES)
+        for j, dtype in enumerate(DTYPES)
+        for most in (lists.MOST_ON_CPU, 6200, 0)
+    ],
+)
 def test_lists_have_the_bits_of_one_at_a_time(name, options, dtype, most):
     with mock.patch.object(lists, "MOST_ON_CPU", most):
         assert differing(trained(name, options, dtype), one_at_a_time(name, options, dtype)) == []
@@ -299,10 +313,13 @@ def placed(layout):
     return place
 
 
-def on_shards():
+OF_SHARDS = [*itertools.product(("last", "both"), [CASES[0], CASES[2], CASES[5], *LOW[:2]])]
+
+
+def on_shards(cases):
     """Cases whose bits are others where each parameter is stepped alone."""
     found = []
-    for layout, (name, options) in itertools.product(("last", "both"), [CASES[0], CASES[2], CASES[5], *LOW[:2]]):
+    for layout, (name, options) in cases:
         together = trained(name, options, torch.float32, placed(layout))
         with mock.patch.multiple(lists, **ALONE):
             alone = trained(name, options, torch.float32, placed(layout))
@@ -314,5 +331,7 @@ def on_shards():
     return found
 
 
-def test_shards_are_stepped_together_as_alone():
-    assert run_ranks(2, on_shards) == [[]] * 2
+def test_shards_are_stepped_together_as_alone(request):
+    """Usually each case under one of the layouts."""
+    cases = OF_SHARDS if request.config.getoption("--exhaustive") else OF_SHARDS[::2]
+    assert run_ranks(2, on_shards, cases) == [[]] * 2
