@@ -60,13 +60,20 @@ def load(root, hosts):
     assert_is(app, 1)
 
 
+@pytest.fixture(scope="module")
+def on_two_hosts(tmp_path_factory):
+    """A checkpoint of four ranks on two hosts, which tests only read."""
+    path = tmp_path_factory.mktemp("on_two_hosts")
+    run_ranks(4, save, str(path), (0, 0, 1, 1))
+    return path
+
+
 @pytest.mark.parametrize(
     "hosts", [(0, 0, 1, 1), (1, 0), (0, 1, 2), (5, 0, 1)], ids=["the same", "fewer", "one more", "new first"]
 )
-def test_any_ranks_load_what_all_hosts_together_have(tmp_path, hosts):
-    run_ranks(4, save, str(tmp_path), (0, 0, 1, 1))
-    assert not list(tmp_path.rglob("manifest.json"))  # nobody takes one host's share for a checkpoint
-    run_ranks(len(hosts), load, str(tmp_path), hosts)
+def test_any_ranks_load_what_all_hosts_together_have(on_two_hosts, hosts):
+    assert not list(on_two_hosts.rglob("manifest.json"))  # nobody takes one host's share for a checkpoint
+    run_ranks(len(hosts), load, str(on_two_hosts), hosts)
 
 
 def refused(root, hosts, kind):
