@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import chain
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, file_name
 from shardopt.checkpoint.format.manifest import DataFile
-from shardopt.checkpoint.format.tensor_bytes import bytes_of
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory, move_bytes
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.saving.writing.device_stream import streamed, to_host
@@ -107,14 +108,11 @@ class _File:
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
         sums: list[bytes] = []
-        for memory in self._memories():
-            if memory is FLUSH:
-                yield memory
-            for buffer in _cut(memory, self._buffer_bytes):
-                yield buffer  # which may have brought it to the core's cache
-                sums += map(xxhash.xxh3_64_digest, _cut(buffer, SEGMENT_BYTES))
-                if self._done is not None:
-                    self._done.add(buffer.nbytes)
+        for buffer, segments in self._buffers():
+            yield buffer  # which may have brought it to the core's cache
+            sums += map(xxhash.xxh3_64_digest, segments)
+            if self._done is not None and buffer.nbytes:
+                self._done.add(buffer.nbytes)
         if self._per_rank:
             values = memoryview(self._per_rank)
             sums += map(xxhash.xxh3_64_digest, _cut(values, SEGMENT_BYTES))
@@ -123,19 +121,41 @@ class _File:
         self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
         yield memoryview(checksums)
 
-    def _memories(self) -> Iterator[memoryview]:
-        """Yields the bytes of all requests, large ones in parts of whole segments; and `FLUSH`."""
+    def _buffers(self) -> Iterator[tuple[memoryview, Iterable[memoryview]]]:
+        """Yields the bytes of all requests, each buffer with its segments; and `FLUSH`.
+
+        Small tensors are copied to stand together: each place to write from costs more than its bytes.
+        """
         tensors = map(self._tensor_of, self._requests)
+        room, used, address = memoryview(b""), 0, 0
+        segments: list[memoryview] = []  # of what is in the room
         for tensor in tensors:
+            nbytes, is_plain = tensor.nbytes, is_plain_memory(tensor)
+            is_small = is_plain and 8 * nbytes <= SEGMENT_BYTES
+            if segments and not (is_small and used + nbytes <= len(room)):
+                yield room[:used], segments
+                room, used, address, segments = room[used:], 0, address + used, []
+            if is_small:
+                if nbytes > len(room):
+                    made = bytearray(min(self.nbytes, SEGMENT_BYTES))
+                    room, address = memoryview(made), ctypes.addressof(ctypes.c_ubyte.from_buffer(made))
+                if nbytes:
+                    move_bytes(address + used, tensor.data_ptr(), nbytes)
+                    segments.append(room[used : used + nbytes])
+                    used += nbytes
+                continue
             if tensor.is_cpu:
-                yield bytes_of(tensor if tensor.is_contiguous() else to_host(tensor))
+                memories: Iterable[memoryview] = [bytes_of(tensor if is_plain else to_host(tensor))]
             else:
-                self._streaming = streamed(chain([tensor], tensors), self.nbytes)
-                yield from self._streaming
+                memories = self._streaming = streamed(chain([tensor], tensors), self.nbytes)
+            for memory in memories:
+                if memory is FLUSH:
+                    yield memory, ()
+                yield from ((buffer, _cut(buffer, SEGMENT_BYTES)) for buffer in _cut(memory, self._buffer_bytes))
+        if segments:
+            yield room[:used], segments
 
 
 def _cut(memory: memoryview, nbytes: int) -> Iterable[memoryview]:
-    """Cuts memory into parts of at most so many bytes; of thousands of small tensors none is sliced."""
-    if memory.nbytes <= nbytes:
-        return (memory,) if memory.nbytes else ()
+    """Cuts memory into parts of at most so many bytes."""
     return [memory[begin : begin + nbytes] for begin in range(0, memory.nbytes, nbytes)]

@@ -35,3 +35,22 @@ def test_what_was_just_written_is_hashed_before_more_is(tmp_path, monkeypatch):
     assert hashed == 8 << 20 and min(ahead) > 0 and max(ahead) <= LocalStorage.buffer_bytes + header_bytes
     monkeypatch.undo()
     assert checkpoint.verify(tmp_path / "a").ok
+
+
+def test_small_tensors_are_written_together(tmp_path, monkeypatch):
+    """Between large, strided and empty ones; a place to write from for each would cost more than its bytes."""
+    write, places = LocalStorage.write_to, []
+
+    def counting(self, fd, buffers):
+        return write(self, fd, (places.append(each.nbytes) or each for each in buffers))
+
+    monkeypatch.setattr(LocalStorage, "write_to", counting)
+    tensors = {f"small.{i}": torch.full((i % 7, 50), float(i)) for i in range(1000)}
+    tensors |= {f"large.{i}": torch.arange(i, i + 300_000) for i in range(2)}
+    tensors["strided"] = torch.arange(12.0).view(3, 4).T
+    checkpoint.save(tmp_path / "c", tensors)
+    assert len(places) < 20
+    loaded = {key: torch.full_like(tensor, -1) for key, tensor in tensors.items()}
+    checkpoint.load(tmp_path / "c", loaded)
+    assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
+    assert checkpoint.verify(tmp_path / "c").ok
