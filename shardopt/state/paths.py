@@ -51,7 +51,7 @@ def kinds_differ(one: Path, other: Path) -> bool:
     They may well be cut in other places: a module has one part for what a dict of dicts has several for.
     """
     try:
-        "".join(one), "".join(other)  # type: ignore[arg-type]  # a quick look at whether all parts are str
+        "".join(one + other)  # type: ignore[arg-type]  # a quick look at whether all parts are str
     except TypeError:
         return [*map(str, one)] == [*map(str, other)] and [*map(type, one)] != [*map(type, other)]
     return False

@@ -79,7 +79,7 @@ def test_wants_of_nothing_among_others(tmp_path):
     boxes = {key: whole(tuple(tensor.shape)) for key, tensor in tensors.items()}
     fetch(
         [
-            (file, ReadRequest(file.entries[key], DTYPES["float32"], boxes[key].sizes, boxes[key], target))
+            ReadRequest(file, file.entries[key], DTYPES["float32"], boxes[key].sizes, boxes[key], target)
             for key, target in into.items()
         ]
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from math import prod
 from sys import intern
@@ -85,16 +85,20 @@ def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
     return length
 
 
-def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
+def parse_header(header: bytes, file_bytes: int, where: str, wanted: Collection[str] | None = None) -> dict[str, Entry]:
     """Parses a header into the entries of the file by key.
 
     A key that stands twice leaves a gap where its first entry was.
+
+    Args:
+        wanted: the keys of the entries to return, beside that of the checksums, which is the last; None for all.
 
     Raises:
         CorruptionError: entries are malformed, or do not follow one another without a gap up to the end of the file.
     """
     table = load_json(header[8:], where)
     table.pop("__metadata__", None)
+    checksums = next(reversed(table), "")
     entries: dict[str, Entry] = {}
     sizes: list[Sequence[Any]] = []
     length = offset = len(header)
@@ -109,13 +113,14 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
         offset = end + length
         sizes += offsets, shape
-        key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
-        entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
+        if wanted is None or key in wanted or key == checksums:
+            key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
+            entries[key] = tuple.__new__(Entry, (key, dtype, shape, begin + length, offset, segments))
         segments += segment_count(end - begin)
     if not all_sizes([*chain.from_iterable(sizes)]):
         raise damaged(where, "a shape or offset that is no size")
-    last = next(reversed(entries.values()), None)
-    if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:
+    last = entries.get(checksums)
+    if last is None or not checksums.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:
         raise damaged(where, "no checksums for its tensors")
     if offset != file_bytes:
         raise damaged(where, f"{file_bytes} bytes, while its header describes {offset}")

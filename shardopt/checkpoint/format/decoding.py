@@ -203,7 +203,7 @@ def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) ->
     tensors = StoredTensors()
     for key, (dtype, layout, path) in wire.items():  # the body of a loop over all that a large model has
         decoded = tuple(key.split(".")) if path is None else decode_path(key, path)
-        tensors[key] = StoredTensor(decoded, DTYPES[dtype], layouts[layout])
+        tensors[key] = tuple.__new__(StoredTensor, (decoded, DTYPES[dtype], layouts[layout], None, None))  # fast
     if not all_sizes([layout for _, layout, _ in wire.values()]):
         raise ValueError("a number of a layout that is none")
     return tensors

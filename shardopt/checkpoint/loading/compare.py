@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import gt
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
+from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
 from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
 from shardopt.checkpoint.rearrange.row_state import RowState
@@ -40,6 +42,8 @@ class Match:
     """The outcome of a comparison: the keys to load, the keys of one side only, and the differences."""
 
     tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
+    begins: list[int] = field(default_factory=list)  # of their memory: addresses
+    ends: list[int] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
@@ -54,6 +58,10 @@ class Match:
         loaded = {key: flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank)}
         below = keys_below(loaded, [each.path for each in flat.targets])
         return [each for each in flat.targets if each.elsewhere or below[each.path]]
+
+    def overlaps(self) -> bool:
+        """Whether the memory of any two tensors overlaps; mostly none does."""
+        return any(map(gt, sorted(self.ends), sorted(self.begins)[1:]))
 
     def note(self, problem: Problem, choice: Choice) -> None:
         """Adds a difference to the problems, to the warnings, or to neither."""
@@ -217,16 +225,21 @@ def _skip_of(key: str) -> str:
 
 
 def _not_to_be_filled(match: Match, needs_memory: bool) -> Iterator[Problem]:
-    """Yields a problem for each tensor that cannot be read into; without memory alone, only if that is needed."""
+    """Yields a problem for each tensor that cannot be read into; without memory alone, only if that is needed.
+
+    Notes where the memory of the others is, if it is needed.
+    """
     for key, (view, _) in match.tensors.items():
         for _, memory in view.pieces:
-            if not needs_memory and (memory.is_contiguous() or has_no_memory(memory)):
+            is_plain = memory.is_contiguous()
+            if not needs_memory and (is_plain or has_no_memory(memory)):
                 continue
-            if not (memory.is_contiguous() and memory.data_ptr()):  # nearly all are plain
-                problem = memory_problem(key, view)
-                if problem is not None:
-                    yield problem
+            begin = memory.data_ptr()
+            if not (is_plain and begin) and (problem := memory_problem(key, memory)) is not None:
+                yield problem
                 break
+            match.begins.append(begin)
+            match.ends.append(begin + (memory.nbytes if is_plain else extent(memory)))
 
 
 def _match_value(

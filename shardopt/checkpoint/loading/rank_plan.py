@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -17,14 +17,14 @@ from shardopt.checkpoint.loading.growing import Growing, growing_in, with_places
 from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.reconcile import compare_differences, differences_of, is_met
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.checkpoint.loading.tied import extent, refuse_overlapping, refuse_unequal
+from shardopt.checkpoint.loading.tied import refuse_overlapping, refuse_unequal
 from shardopt.checkpoint.rearrange.row_state import MergedRows, other_row_state, with_remedy, with_shapes
 from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.sources.open import raise_for_other_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.errors import MismatchError, OptionError, Problem, StateError
 from shardopt.ranks import Ranks
 from shardopt.runtime.partial_loads import PartialLoad
@@ -51,7 +51,7 @@ class RankPlan:
         growing: those that get what is stored.
         shared: those of `into` of which each box is read by one of the ranks that have it.
         broadcast: sends these; None where there are none.
-        requests: this rank's reads, each with its file.
+        requests: this rank's reads.
     """
 
     reader: CheckpointReader
@@ -65,7 +65,7 @@ class RankPlan:
     growing: Sequence[Growing] = ()
     shared: Mapping[str, View] = field(default_factory=dict)
     broadcast: BroadcastReads | None = None
-    requests: list[tuple[OpenFile, ReadRequest]] = field(default_factory=list)
+    requests: list[ReadRequest] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -75,12 +75,10 @@ class RankPlan:
     @property
     def bytes_wanted(self) -> int:
         """The stored bytes that fill `into`."""
-        stored = self.match.tensors
-        return sum(
-            memory.numel() * stored[key][1].dtype.itemsize
-            for key, view in self.into.items()
-            for _, memory in view.pieces
-        )
+        nbytes, stored = 0, self.match.tensors
+        for key, view in self.into.items():
+            nbytes += stored[key][1].dtype.itemsize * sum([memory.numel() for _, memory in view.pieces])
+        return nbytes
 
     @property
     def has_casts_to_check(self) -> bool:
@@ -199,9 +197,8 @@ def plan_rank(
     growing: Sequence[Growing] = ()
     if grow is not None:
         flat, names, growing = with_places(flat, names, grow, strictness)
-    tensors = {key: leaf.value for key, leaf in flat.leaves.items() if isinstance(leaf.value, Tensor)}
-    members = ranks.job_numbers
-    views = {key: view_of(tensor, key) for key, tensor in tensors.items()}
+    members, leaves = ranks.job_numbers, flat.leaves
+    views = {key: view_of(leaf.value, key) for key, leaf in leaves.items() if isinstance(leaf.value, Tensor)}
     if members is not None:
         views = {key: view.numbered_in(members) for key, view in views.items()}
     if flat.twins:
@@ -220,9 +217,9 @@ def plan_rank(
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
         plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
-    if reads and (names.aliases or _meet(into.values())):
+    if reads and (names.aliases or match.overlaps()):
         into = _without_ties(reader, into, names)
-    refuse_swapped(LOAD_IN_SWAP, (tensors[key] for key in into))
+    refuse_swapped(LOAD_IN_SWAP, (leaves[key].value for key in into))
     plan.into = into
     if not reads:
         return plan
@@ -285,14 +282,6 @@ def _without_ties(reader: CheckpointReader, into: Mapping[str, View], names: Nam
     first_ones = {key: view for key, view in into.items() if key not in tied}
     refuse_overlapping(reader, first_ones, old)
     return first_ones
-
-
-def _meet(views: Iterable[View]) -> bool:
-    """Whether the addresses of any two tensors overlap; mostly none do."""
-    memories = [memory for view in views for _, memory in view.pieces]
-    ends = [(each.data_ptr(), each.nbytes if each.is_contiguous() else extent(each)) for each in memories]
-    ends.sort()
-    return any(begin + nbytes > following for (begin, nbytes), (following, _) in pairwise(ends))
 
 
 def compare_plans(reports: list[list[Any]]) -> dict[str, Any]:

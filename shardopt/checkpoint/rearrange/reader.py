@@ -17,7 +17,7 @@ from shardopt.checkpoint.rearrange.zeros import Zeros
 from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
@@ -69,9 +69,7 @@ class RearrangedReader(CheckpointReader):
             return self._reader.key_in_files(stored)
         return f"{super().key_in_files(key)} (rearranged)"  # no file has it, and it is no other one of that name
 
-    def requests(
-        self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
-    ) -> list[tuple[OpenFile, ReadRequest]]:
+    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True) -> list[ReadRequest]:
         keys = self._binding.keys
         unchanged = [(keys[key], pieces) for key, pieces in wanted if key in keys]
         requests = self._reader.requests(unchanged, others_follow)
@@ -80,7 +78,7 @@ class RearrangedReader(CheckpointReader):
                 requests += self._requests_of_made(key, pieces)
         return requests
 
-    def _requests_of_made(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
+    def _requests_of_made(self, key: str, pieces: Sequence[Piece]) -> Iterator[ReadRequest]:
         """Yields the reads of a tensor that is made of others."""
         tensor = self._binding.tensors[key]
         for piece in pieces:
@@ -89,7 +87,7 @@ class RearrangedReader(CheckpointReader):
                     yield from reads_of(component, piece, self._reader)
                 else:
                     for _, memory in views_of(component, piece):
-                        yield self._zeros, self._zeros.request(key, tensor.dtype, memory)
+                        yield self._zeros.request(key, tensor.dtype, memory)
 
     def close(self) -> None:
         self._reader.close()

@@ -18,11 +18,11 @@ from torch import Tensor
 from shardopt.checkpoint.rearrange.binding import Component
 from shardopt.checkpoint.rearrange.geometry import Place, Ranges, Run, as_digits, joined_runs
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
 
-Reads = Iterator[tuple[OpenFile, ReadRequest]]
+Reads = Iterator[ReadRequest]
 
 
 def views_of(component: Component, piece: Piece) -> Iterator[tuple[dict[str, tuple[int, int]], Tensor]]:
@@ -61,8 +61,8 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
     sizes = tuple(1 + sum(run.step * (run.length - 1) for run in runs) for runs in dims)
     outline = torch.empty(sizes, dtype=memory.dtype, device="meta")  # tells which request is for which elements
     requests = reader.requests([(key, [Piece(Box(first, sizes), outline)])])
-    places = [_place_of(request, outline) for _, request in requests]
-    for (file, request), place in zip(requests, places, strict=True):
+    places = [_place_of(request, outline) for request in requests]
+    for request, place in zip(requests, places, strict=True):
         if place is None:
             yield from _one_by_one(component, ranges, memory, reader)
             return
@@ -80,7 +80,7 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
                 (size, offset, []) if dim is None else (size, offset + at[dim] - stored.offsets[dim], runs[dim])
                 for size, offset, dim in zip(request.sizes, request.wanted.offsets, order, strict=True)
             ]
-            yield from _of_box(file, request, in_box, target, int(target.storage_offset()))
+            yield from _of_box(request, in_box, target, int(target.storage_offset()))
 
 
 def _runs(place: Place, ranges: Ranges, memory: Tensor) -> list[list[Run]]:
@@ -143,9 +143,7 @@ def _narrowed(memory: Tensor, ranges: Ranges, within: Ranges) -> Tensor:
     return memory
 
 
-def _of_box(
-    file: OpenFile, request: ReadRequest, dims: list[tuple[int, int, list[Run]]], memory: Tensor, at: int
-) -> Reads:
+def _of_box(request: ReadRequest, dims: list[tuple[int, int, list[Run]]], memory: Tensor, at: int) -> Reads:
     """Yields the reads of strided elements of a stored box.
 
     Args:
@@ -163,7 +161,7 @@ def _of_box(
             outer, *inner = runs
             for j in range(outer.length):
                 one = [*dims[:i], (size, first + j * outer.step, inner), *dims[i + 1 :]]
-                yield from _of_box(file, request, one, memory, at + j * outer.stride)
+                yield from _of_box(request, one, memory, at + j * outer.stride)
             return
         sizes += digits[0]
         offsets += digits[1]
@@ -171,7 +169,7 @@ def _of_box(
         strides += [run.stride for run in runs] + [1] * (len(digits[0]) - len(runs))
     target = memory.as_strided(counts, strides, at)
     box = Box(tuple(offsets), tuple(counts))
-    yield file, ReadRequest(request.entry, request.dtype, tuple(sizes), box, target)
+    yield request._replace(sizes=tuple(sizes), wanted=box, target=target)
 
 
 def _one_by_one(component: Component, ranges: Ranges, memory: Tensor, reader: CheckpointReader) -> Reads:

@@ -199,9 +199,7 @@ class MergedRows(CheckpointReader):
     def key_in_files(self, key: str) -> str:
         return self._reader.key_in_files(key)
 
-    def requests(
-        self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
-    ) -> list[tuple[OpenFile, ReadRequest]]:
+    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True) -> list[ReadRequest]:
         outlines = [(key, [_outline(self._reader, key)]) for key, _ in wanted if key in self._states]
         # They open the files of merged state with all others; their own reads come later.
         self._reader.requests(outlines, others_follow=True)
@@ -210,7 +208,7 @@ class MergedRows(CheckpointReader):
         for key, pieces in wanted:
             if key in self._states:
                 file = _MergedFile(self._reader, key, self._states[key])
-                requests += [(file, file.request(piece)) for piece in pieces]
+                requests += map(file.request, pieces)
         return requests
 
     def close(self) -> None:
@@ -239,11 +237,11 @@ class _MergedFile(OpenFile):
         """Returns the read that fills a piece of the app's tensor."""
         everything = whole(self._state.shape)
         entry = self.entry(self._key, form_of(self._dtype, everything))
-        return ReadRequest(entry, self._dtype, everything.sizes, piece.box, piece.tensor)
+        return ReadRequest(self, entry, self._dtype, everything.sizes, piece.box, piece.tensor)
 
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
-        for file, request in self._reader.requests([(self._key, [_outline(self._reader, self._key)])]):
-            yield from damaged_segments(file, request.entry)
+        for request in self._reader.requests([(self._key, [_outline(self._reader, self._key)])]):
+            yield from damaged_segments(request.file, request.entry)
 
     @contextmanager
     def opened(self, once: bool = False) -> Iterator[ReadInto]:

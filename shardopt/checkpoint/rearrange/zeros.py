@@ -25,7 +25,7 @@ class Zeros(OpenFile):
     def request(self, key: str, dtype: Dtype, target: Tensor) -> ReadRequest:
         """Returns the read that fills a whole target with zeros."""
         box = whole(target.shape)
-        return ReadRequest(self.entry(key, form_of(dtype, box)), dtype, box.sizes, box, target)
+        return ReadRequest(self, self.entry(key, form_of(dtype, box)), dtype, box.sizes, box, target)
 
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
         return iter(())

@@ -74,6 +74,7 @@ class ArchivedTensors(OpenFile):
         if _is_contiguous([(record.sizes[d], record.strides[d]) for d in order]):
             # Its dimensions in the order of memory: the bytes are those of a tensor in C order.
             yield ReadRequest(
+                self,
                 entry,
                 dtype,
                 tuple(sizes[d] for d in order),
@@ -98,7 +99,7 @@ class ArchivedTensors(OpenFile):
             first = (*map(add, index, wanted.offsets), *wanted.offsets[inner:])
             begin = record.begin + itemsize * sum(map(mul, first, record.strides))
             of_run = entry._replace(shape=run, begin=begin, end=begin + itemsize * prod(run))
-            yield ReadRequest(of_run, record.dtype, run, whole(run), target[index])
+            yield ReadRequest(self, of_run, record.dtype, run, whole(run), target[index])
 
     def summed_with(self, entry: Entry) -> int | None:
         record = self.record(entry.key)

@@ -79,7 +79,7 @@ class DequantizedFile(OpenFile):
     ) -> Iterator[ReadRequest]:
         order = self._weights[self._numbers[key]].order
         box = Box(tuple(wanted.offsets[dim] for dim in order), tuple(wanted.sizes[dim] for dim in order))
-        yield ReadRequest(self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
+        yield ReadRequest(self, self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
 
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
         yield from ()  # codes and scales are checked as what they are

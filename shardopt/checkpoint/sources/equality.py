@@ -44,7 +44,7 @@ def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[l
     """Returns, for each stored box that overlaps `box`, the overlap in both coordinates, and its checksums."""
     wanted = torch.empty(box.sizes, dtype=reader.info(key).dtype, device="meta")
     reads = reader.requests([(key, [Piece(box, wanted)])])
-    targets = [read.target for _, read in reads]
+    targets = [read.target for read in reads]
     strides = [(target.storage_offset(), target.stride()) for target in targets]  # a transposed tensor is another one
-    cuts: list[object] = [(read.sizes, read.wanted, at) for (_, read), at in zip(reads, strides, strict=True)]
-    return cuts, [file.checksums(read.entry) for file, read in reads]
+    cuts: list[object] = [(read.sizes, read.wanted, at) for read, at in zip(reads, strides, strict=True)]
+    return cuts, [read.file.checksums(read.entry) for read in reads]

@@ -137,7 +137,7 @@ class CheckpointReader(CheckpointContents):
             raise MismatchError(
                 "the tensor does not fit", [Problem(key, given, required, remedy)], code="cannot-read-tensor"
             )
-        problem = memory_problem(key, view)
+        problem = memory_problem(key, *(memory for _, memory in view.pieces))
         if problem is not None:
             raise MismatchError("the tensor cannot be read into", [problem], code="cannot-read-tensor")
         refuse_swapped(LOAD_IN_SWAP, [tensor])
@@ -167,10 +167,8 @@ class CheckpointReader(CheckpointContents):
             )
         return box
 
-    def requests(
-        self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True
-    ) -> list[tuple[OpenFile, ReadRequest]]:
-        """Returns the reads that fill these pieces of tensors, each with its data file.
+    def requests(self, wanted: Sequence[tuple[str, Sequence[Piece]]], others_follow: bool = True) -> list[ReadRequest]:
+        """Returns the reads that fill these pieces of tensors.
 
         Opens the files, several at a time.
 
@@ -187,7 +185,7 @@ class CheckpointReader(CheckpointContents):
             _, dtype, layout, tied_to, stored_as = self.manifest.tensors[key]
             own_name = key if tied_to is stored_as is None else self.key_in_files(key)
             for box, tensor in pieces:
-                for each in self._overlaps_with(layout, dtype, box):
+                for each in self._overlaps.get((layout, dtype.name, box)) or self._find_overlaps(layout, dtype, box):
                     reads.append((each, each.entry.key(own_name) if each.entry.is_patch else own_name, dtype, tensor))
         used, names = {id(each): each for each, _, _, _ in reads}, {name for _, name, _, _ in reads}
         if any(len(overlap.numbers) > 1 for overlap in used.values()):
@@ -195,12 +193,11 @@ class CheckpointReader(CheckpointContents):
         numbers = dict.fromkeys(number for overlap in used.values() for number in overlap.numbers)
         self._open_all(numbers, None if others_follow else names)
         files = {each: self._file_of(overlap.numbers[0], overlap.entry) for each, overlap in used.items()}
-        requests = []
+        requests: list[ReadRequest] = []
         for overlap, name, dtype, tensor in reads:
-            file, (_, _, form, sizes, stored, part) = files[id(overlap)], overlap
+            _, _, form, sizes, stored, part = overlap
             target = tensor if part is None else narrowed(tensor, part)
-            for request in file.requests(name, form, dtype, sizes, stored, target):
-                requests.append((file, request))
+            requests += files[id(overlap)].requests(name, form, dtype, sizes, stored, target)
         return requests
 
     def close(self) -> None:
@@ -256,23 +253,21 @@ class CheckpointReader(CheckpointContents):
             raise errors[0]
         self._files |= {number: opened for number, each in opening if (opened := each.result()) is not None}
 
-    def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
-        """Returns the overlaps of the stored boxes with `box`; cached, as layouts are few."""
-        overlaps = self._overlaps.get((layout, dtype.name, box))
-        if overlaps is None:
-            overlaps = []
-            for i, stored in enumerate(layout.boxes):
-                common = stored.intersect(box)
-                if common is None:
-                    continue
-                wanted = None if common == box else common.within(box)
-                entry = layout.entry(i)
-                form, within = form_of(dtype, entry.box), common.within(entry.box)
-                numbers = layout.files[i], *self._delta_files(entry)
-                overlaps.append(_Overlap(numbers, entry, form, entry.box.sizes, within, wanted))
-            if self._overlaps_kept + 1 + len(overlaps) > _MOST_OVERLAPS:  # of one who reads it all box by box
-                self._overlaps.clear()
-                self._overlaps_kept = 0
-            self._overlaps_kept += 1 + len(overlaps)
-            self._overlaps[layout, dtype.name, box] = overlaps
+    def _find_overlaps(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
+        """Returns the overlaps of the stored boxes with `box`, and keeps them, as layouts are few."""
+        overlaps = []
+        for i, stored in enumerate(layout.boxes):
+            common = stored.intersect(box)
+            if common is None:
+                continue
+            wanted = None if common == box else common.within(box)
+            entry = layout.entry(i)
+            form, within = form_of(dtype, entry.box), common.within(entry.box)
+            numbers = layout.files[i], *self._delta_files(entry)
+            overlaps.append(_Overlap(numbers, entry, form, entry.box.sizes, within, wanted))
+        if self._overlaps_kept + 1 + len(overlaps) > _MOST_OVERLAPS:  # of one who reads it all box by box
+            self._overlaps.clear()
+            self._overlaps_kept = 0
+        self._overlaps_kept += 1 + len(overlaps)
+        self._overlaps[layout, dtype.name, box] = overlaps
         return overlaps

@@ -105,7 +105,7 @@ def scatters(request: ReadRequest, links: Sequence[Link]) -> Iterator[Scatter]:
         CorruptionError: a delta is not what was written.
         CheckpointError: the target's dtype cannot hold one of the numbers.
     """
-    entry, dtype, sizes, wanted, target = request
+    _, entry, dtype, sizes, wanted, target = request
     if not target.numel():
         return
     box = box_of(entry)

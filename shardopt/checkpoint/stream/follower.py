@@ -281,7 +281,7 @@ class Follower:
     def _staged(self, plan: RankPlan, reader: ChainReader) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
         held = {} if self._is_torn else self._held
-        parts = [part_of(file, request, held) for file, request in plan.requests]
+        parts = [part_of(request, held) for request in plan.requests]
         staged = Staged(parts, plan.tensors, reader.delta_files, self._memory_bytes)
         staged.read()
         return staged

@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, torch_dtype
 from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.saving.writing.earlier import TensorBytes
 from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import Form, ReadRequest
 from shardopt.checkpoint.sources.reading.scratch import check_cast
 from shardopt.checkpoint.stream.chains import Chain, Link, ProvedDeltaFile
 from shardopt.checkpoint.stream.changes import Scatter, digest_of_memory, is_scattered, scatters
@@ -54,32 +54,30 @@ class Part(NamedTuple):
     """A part to update.
 
     Args:
-        chain: that its bytes come from.
         request: what is read of it, and to where.
         place: by which it is found again.
         state: of its box after the update; None if no deltas can be applied to it.
         links: the deltas that lead there; None where all of it is read.
     """
 
-    chain: OpenFile
     request: ReadRequest
     place: Place
     state: bytes | None
     links: list[Link] | None
 
 
-def part_of(file: OpenFile, request: ReadRequest, held: Mapping[Place, Held]) -> Part:
+def part_of(request: ReadRequest, held: Mapping[Place, Held]) -> Part:
     """Returns what is to be read for a request, from what is held by place."""
-    entry, _, sizes, wanted, target = request
+    file, entry, _, sizes, wanted, target = request
     place = (entry.key, sizes, wanted, target.device, target.data_ptr(), target.dtype, target.stride())
     if not isinstance(file, Chain) or not is_scattered(request):
-        return Part(file, request, place, None, None)
+        return Part(request, place, None, None)
     state, known = file.state_of(entry), held.get(place)  # in any case: after the update nothing more is to be read
     links = None if known is None else file.since(entry, known.state)
     if links is not None and known is not None and not known.is_in(target):
         _log.warning("%s was changed since the last update: all of it is read again [following]", entry.key)
         links = None
-    return Part(file, request, place, state, links)
+    return Part(request, place, state, links)
 
 
 class Staged:
@@ -123,14 +121,14 @@ class Staged:
             raise MismatchError(message, error.problems, code="cast-overflow") from None
 
     def _read(self) -> None:
-        reads: list[tuple[OpenFile, ReadRequest]] = []
+        reads: list[ReadRequest] = []
         for parts in _by_box(self.parts):
             for part in parts:
                 reads += self._whole_read(part) if part.links is None else self._read_changes(part)
             self._forget(boxes_only=True)
         self._forget()
         self._bytes_read += fetch(reads)
-        for (target, memory), (_, request) in zip(self._copies, reads, strict=True):
+        for (target, memory), request in zip(self._copies, reads, strict=True):
             check_cast(request.entry, target, memory)
 
     def apply(self) -> None:
@@ -149,7 +147,7 @@ class Staged:
             for each in self._scatters:
                 each.apply()
             for parts in _by_box(self._late):
-                self._bytes_read += fetch([(_whole(part), part.request) for part in parts if part.links is None])
+                self._bytes_read += fetch([_whole(part) for part in parts if part.links is None])
                 for part in parts:
                     self._apply_late_changes(part)
                 self._forget(boxes_only=True)
@@ -165,9 +163,9 @@ class Staged:
     def held(self) -> dict[Place, Held]:
         """Returns what is known of the parts, once they were changed. Reads no file."""
         return {
-            part.place: _held(part.chain, part.request, part.state)
+            part.place: _held(part.request.file, part.request, part.state)
             for part in self.parts
-            if part.state is not None and isinstance(part.chain, Chain)
+            if part.state is not None and isinstance(part.request.file, Chain)
         }
 
     def written_in(self, into: Mapping[str, View]) -> tuple[str, ...]:
@@ -185,9 +183,9 @@ class Staged:
 
         return tuple(name for name, view in into.items() if any(is_written(memory) for _, memory in view.pieces))
 
-    def _whole_read(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
+    def _whole_read(self, part: Part) -> list[ReadRequest]:
         """Returns the read of all of a part into memory of its own, if there is room."""
-        file, request = _whole(part), part.request
+        request = _whole(part)
         nbytes = request.wanted.numel * request.dtype.itemsize
         if nbytes > self._room:
             self._late.append(part)
@@ -195,9 +193,9 @@ class Staged:
         self._room -= nbytes
         memory = torch.empty(request.wanted.sizes, dtype=torch_dtype(request.dtype), device="cpu")
         self._copies.append((request.target, memory))
-        return [(file, request._replace(target=memory))]
+        return [request._replace(target=memory)]
 
-    def _read_changes(self, part: Part) -> list[tuple[OpenFile, ReadRequest]]:
+    def _read_changes(self, part: Part) -> list[ReadRequest]:
         """Reads the deltas of a part, if there is room; returns the read of all of it if it is needed instead."""
         made: list[Scatter] = []
         room, links = self._room, part.links or []
@@ -225,7 +223,7 @@ class Staged:
                 each.apply()
         except CheckpointError as error:
             self._read_all_for(error)
-            self._bytes_read += fetch([(_whole(part), part.request)])
+            self._bytes_read += fetch([_whole(part)])
 
     def _read_all_for(self, error: CheckpointError) -> None:
         """Raises an error, except of a number that cannot be cast: a step in between may have had it, and not this."""
@@ -242,24 +240,24 @@ class Staged:
 
 
 def _held(chain: Chain, request: ReadRequest, state: bytes) -> Held:
-    entry, dtype, sizes, wanted, target = request
+    _, entry, dtype, sizes, wanted, target = request
     if wanted.sizes == sizes and target.dtype == torch_dtype(dtype) and is_plain_memory(target):
         return Held(state, chain.sums_of(entry), None)
     return Held(state, None, digest_of_memory(target))
 
 
-def _whole(part: Part) -> OpenFile:
-    if not isinstance(part.chain, Chain):
-        return part.chain
-    whole, entry = part.chain.whole, part.request.entry
-    whole.entry(entry.key, Form(entry.dtype, entry.shape, entry.end - entry.begin))  # which looks at its deltas
-    return whole
+def _whole(part: Part) -> ReadRequest:
+    file, entry, *_ = part.request
+    if not isinstance(file, Chain):
+        return part.request
+    file.whole.entry(entry.key, Form(entry.dtype, entry.shape, entry.end - entry.begin))  # which looks at its deltas
+    return part.request._replace(file=file.whole)
 
 
 def _by_box(parts: Sequence[Part]) -> Iterator[list[Part]]:
     """Yields the parts of each stored box, in the order of the boxes in their files, which are read ahead."""
 
     def place(part: Part) -> tuple[str, int]:
-        return part.chain.where, part.request.entry.begin
+        return part.request.file.where, part.request.entry.begin
 
     return (list(of_box) for _, of_box in groupby(sorted(parts, key=place), place))

@@ -28,7 +28,7 @@ from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Pro
 from shardopt.runtime.accelerator import CallersStreams, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
-from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.sharding.pieces import elements_overlap
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
 from shardopt.world import Executor, Future, world
 
@@ -40,9 +40,9 @@ def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
     return f"a tensor of {dtype_name(dtype)} {list(shape)}"
 
 
-def memory_problem(key: str, view: View) -> Problem | None:
-    """Returns why a tensor cannot be read into: no memory, or elements that share it. None if it can."""
-    for _, tensor in view.pieces:
+def memory_problem(key: str, *memories: Tensor) -> Problem | None:
+    """Returns why a tensor's memory cannot be read into: there is none, or elements share it. None if it can."""
+    for tensor in memories:
         if has_no_memory(tensor):
             if tensor.is_meta:
                 state, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
@@ -55,25 +55,21 @@ def memory_problem(key: str, view: View) -> Problem | None:
     return None
 
 
-def fill(
-    requests: Sequence[tuple[OpenFile, ReadRequest]], into: Iterable[Tensor], progress: Progress | None = None
-) -> int:
+def fill(requests: Sequence[ReadRequest], into: Iterable[Tensor], progress: Progress | None = None) -> int:
     """Fetches into tensors that the program uses; returns the bytes read. Other arguments and errors as for `fetch`.
 
     Args:
         into: these tensors, as the program has them, also those of which this rank reads nothing.
     """
     wait_for_copies()  # a save in the background may still be copying what this changes
-    wait_for_reads(request.target for _, request in requests)
+    wait_for_reads(request.target for request in requests)
     reshard_before_writing(into)
     # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
-    increment_version([request.target for _, request in requests])
+    increment_version([request.target for request in requests])
     return fetch(requests, progress)
 
 
-def fetch(
-    requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None, use: Use = copy_into
-) -> int:
+def fetch(requests: Sequence[ReadRequest], progress: Progress | None = None, use: Use = copy_into) -> int:
     """Reads all requests into their targets, in several threads; returns the bytes read.
 
     Memory of accelerators is filled through pinned scratch, in the order of the caller's current streams; it is filled
@@ -88,7 +84,7 @@ def fetch(
     """
     batches = _Batches(requests, use)
     done = None if progress is None else Counter(batches.wanted_bytes, progress)
-    to_check = [each for each in requests if each[0].checks_first]
+    to_check = [each for each in requests if each.file.checks_first]
     try:
         if len(batches.files) <= 1 and batches.wanted_bytes <= _FEW_BYTES and not to_check:
             batches.read_all(done)
@@ -101,7 +97,7 @@ def fetch(
 
 def _read_in_threads(
     batches: _Batches,
-    to_check: Sequence[tuple[OpenFile, ReadRequest]],
+    to_check: Sequence[ReadRequest],
     done: Counter | None,
     streams: CallersStreams,
 ) -> None:
@@ -126,7 +122,7 @@ def _read_in_threads(
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to continue
 
 
-def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
+def fetch_here(requests: Iterable[ReadRequest]) -> None:
     """Reads a few requests into their targets, in the calling thread, while another read waits for them.
 
     Raises:
@@ -139,17 +135,17 @@ def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
         batches.end()
 
 
-def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+def _check_first(pool: Executor, requests: Sequence[ReadRequest]) -> None:
     """Verifies files with one checksum over more than a segment, before any of their bytes are used.
 
     Raises:
         CorruptionError: with all that is damaged.
     """
     unchecked: dict[tuple[int, int], tuple[OpenFile, Entry]] = {}
-    for file, request in requests:
-        number = file.summed_with(request.entry)
+    for file, entry, *_ in requests:
+        number = file.summed_with(entry)
         if number is not None and number not in file.checked:
-            unchecked[id(file), number] = file, request.entry
+            unchecked[id(file), number] = file, entry
     checks = [pool.submit(lambda each: [*damaged_segments(*each)], each) for each in unchecked.values()]
     problems = [problem for check in checks for problem in check.result()]
     if problems:
@@ -161,19 +157,19 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
 class _Batches:
     """An iterator over the batches of all files, shared by several threads."""
 
-    def __init__(self, requests: Iterable[tuple[OpenFile, ReadRequest]], use: Use) -> None:
+    def __init__(self, requests: Iterable[ReadRequest], use: Use) -> None:
         by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
         on_devices: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
         self.wanted_bytes = 0
         self.targets_elsewhere: list[Tensor] = []  # than on the CPU
-        for file, request in requests:
-            self.wanted_bytes += prod(request.wanted.sizes) * request.dtype.itemsize
-            if request.target.is_cpu:
+        for request in requests:
+            file, _, dtype, _, wanted, target = request
+            self.wanted_bytes += prod(wanted.sizes) * dtype.itemsize
+            if target.is_cpu:
                 by_file[file].append(request)
             else:
-                streams = use is copy_into and is_streamed(request.target)
-                (on_devices if streams else by_file)[file].append(request)
-                self.targets_elsewhere.append(request.target)
+                (on_devices if use is copy_into and is_streamed(target) else by_file)[file].append(request)
+                self.targets_elsewhere.append(target)
         self.files, self.nbytes = {**by_file, **on_devices}.keys(), 0
         self._lock = world().lock()
         read_sizes = {file: sizes_for(file.storage) for file in self.files}
@@ -247,13 +243,13 @@ class _Batches:
             raise
 
 
-def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+def check_all(requests: Sequence[ReadRequest]) -> None:
     """Verifies every segment of the stored boxes in the requests; changes nothing.
 
     Raises:
         CorruptionError: with all damaged segments.
     """
-    boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
+    boxes = {(id(file), entry.begin): (file, entry) for file, entry, *_ in requests}
     problems = [problem for file, entry in boxes.values() for problem in _damaged_in_all_copies(file, entry)]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
@@ -276,13 +272,13 @@ def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
             return problems
 
 
-def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:
+def casts_to_check(requests: Sequence[ReadRequest]) -> list[ReadRequest]:
     """Returns the requests whose target has a dtype that cannot hold all numbers of the stored dtype."""
-    dtypes = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
+    dtypes = ((each, torch_dtype(each.dtype), each.target.dtype) for each in requests)
     return [each for each, stored, wanted in dtypes if stored != wanted and has_fewer_exponents(stored, wanted)]
 
 
-def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping[str, str]) -> None:
+def check_casts(requests: Sequence[ReadRequest], names: Mapping[str, str]) -> None:
     """Reads the requests of `casts_to_check`, and changes nothing.
 
     Args:

@@ -34,11 +34,12 @@ ReadChunks = Callable[[int, int], Iterator[memoryview]]
 
 
 class ReadRequest(NamedTuple):
-    """A box within a stored box, and the memory to read it into.
+    """A box within a stored box in a file, and the memory to read it into.
 
     `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
     """
 
+    file: OpenFile
     entry: Entry
     dtype: Dtype
     sizes: tuple[int, ...]
@@ -91,7 +92,7 @@ class OpenFile(ABC):
         self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
     ) -> Iterable[ReadRequest]:
         """Yields the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
-        return (ReadRequest(self.entry(key, form), dtype, sizes, wanted, target),)
+        return (tuple.__new__(ReadRequest, (self, self.entry(key, form), dtype, sizes, wanted, target)),)
 
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
         """Whether a segment's bytes, in one piece of memory or several, have the stored checksum.
@@ -261,9 +262,9 @@ class DataFileReader(SummedFile):
         super().__init__(storage, file.name)
         self.file, self._checkpoint = file, checkpoint
         self.header_bytes = 0
-        entries = self._read(head_bytes)
-        self._all: Mapping[str, Entry] | None = entries if wanted is None else None
-        self._kept = entries if wanted is None else {key: entry for key, entry in entries.items() if key in wanted}
+        self._wanted = wanted
+        self._kept = self._read(head_bytes)
+        self._all: Mapping[str, Entry] | None = self._kept if wanted is None else None
 
     def _read(self, head_bytes: int) -> dict[str, Entry]:
         file = self.file
@@ -280,7 +281,7 @@ class DataFileReader(SummedFile):
                 if length > len(head):
                     header += self.storage.read(file.name, len(head), length)
                     self._refuse_length(len(header), length)
-                entries = parse_header(header, file.nbytes, self.where)
+                entries = parse_header(header, file.nbytes, self.where, self._wanted)
             except (CorruptionError, IsADirectoryError):
                 self._refuse_size()  # which tells more
                 raise
@@ -292,6 +293,8 @@ class DataFileReader(SummedFile):
                 self._refuse_length(len(self.sums), last.end - last.begin)
         self.refuse_other_header(header)
         self.header_bytes = length
+        if self._wanted is not None:
+            entries.popitem()  # that of the checksums
         return entries
 
     def missing(self) -> CorruptionError:
@@ -320,6 +323,7 @@ class DataFileReader(SummedFile):
     @property
     def entries(self) -> Mapping[str, Entry]:
         if self._all is None:
+            self._wanted = None
             self._all = self._kept = self._read(max(self.header_bytes, HEAD_BYTES))
         return self._all
 

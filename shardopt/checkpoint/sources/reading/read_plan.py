@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -150,8 +151,8 @@ class SmallReads:
     """
 
     scratch: Scratch
-    members: list[ReadRequest] = field(default_factory=list)
-    nbytes: int = 0
+    members: list[ReadRequest]
+    nbytes: int
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Reads, verifies and copies; call it once."""
@@ -159,7 +160,7 @@ class SmallReads:
         memory, address = memoryview(buffer), ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         runs: list[tuple[Entry, int, list[memoryview]]] = []  # of boxes that follow one another in the file: the first
         at, end = 0, -1  # before any entry, also one that begins where its file does
-        for entry, _, _, _, _ in self.members:
+        for _, entry, _, _, _, _ in self.members:
             if entry.begin != end:
                 runs.append((entry, at, pieces := []))
             begin, at, end = at, at + entry.end - entry.begin, entry.end
@@ -169,7 +170,7 @@ class SmallReads:
             for failed in file.failed_of(first.segment, pieces):
                 entry = next(each.entry for each in self.members if each.entry.segment == failed)
                 raise file.segment_error(entry, failed)
-        for entry, _, _, _, target in self.members:
+        for _, entry, _, _, _, target in self.members:
             nbytes = entry.end - entry.begin
             move_bytes(target.data_ptr(), address, nbytes)
             address += nbytes
@@ -182,19 +183,19 @@ def batches_of(
     """Splits requests of one file into batches: of several runs, of one large run, or of small boxes."""
     limit = read_sizes.batch
     batch: Batch | None = None
-    small: SmallReads | None = None
-    for request in sorted(requests, key=lambda each: each.entry.begin):
-        entry, dtype, sizes, wanted, target = request
+    small: list[ReadRequest] = []
+    small_bytes = 0
+    for request in sorted(requests, key=attrgetter("entry.begin")):
+        _, entry, dtype, sizes, wanted, target = request
         nbytes = entry.end - entry.begin
         if not nbytes:
             continue  # and no checksum
         if nbytes <= _SMALL_READ_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
-            if small is not None and small.nbytes + nbytes > limit:
-                yield small
-                small = None
-            small = small or SmallReads(scratch)
-            small.members.append(request)
-            small.nbytes += nbytes
+            if small and small_bytes + nbytes > limit:
+                yield SmallReads(scratch, small, small_bytes)
+                small, small_bytes = [], 0
+            small.append(request)
+            small_bytes += nbytes
             continue
         is_one = _is_one_run(request)
         runs = (
@@ -209,7 +210,10 @@ def batches_of(
                 batch = None
             batch = batch or Batch(scratch)
             batch.add(entry, run)
-    yield from (each for each in (small, batch) if each is not None)
+    if small:
+        yield SmallReads(scratch, small, small_bytes)
+    if batch is not None:
+        yield batch
 
 
 def _is_one_run(request: ReadRequest) -> bool:

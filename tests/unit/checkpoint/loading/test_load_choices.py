@@ -242,9 +242,7 @@ def test_an_unknown_choice_is_refused():
 def flip_last_byte_of(path, key):
     (file,) = path.glob("*.safetensors")
     with checkpoint.open(path) as reader:
-        (wanted,) = [
-            request for _, request in reader.requests([(key, shardopt.sharding.view.view_of(reader.read(key)).pieces)])
-        ]
+        (wanted,) = reader.requests([(key, shardopt.sharding.view.view_of(reader.read(key)).pieces)])
     data = bytearray(file.read_bytes())
     data[wanted.entry.end - 1] ^= 1
     file.write_bytes(data)
