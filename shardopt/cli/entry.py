@@ -10,10 +10,11 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from shardopt.cli.flags import put_flags
-from shardopt.cli.output import Output, ReaderGone
+from shardopt.cli.output import Output, ReaderGone, Unwritten
 from shardopt.cli.parser import parse
 from shardopt.cli.table import Verb
 from shardopt.errors import OptionError, Problem, ShardoptError
@@ -32,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: a wrong call (2), or help or the version was printed.
     """
+    if sys.stdout is None:  # the shell has closed it; no file may take its number
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            return main(arguments)
     try:
         verb, values = parse(sys.argv[1:] if arguments is None else arguments, __version__)
         return _call(verb, **values)
@@ -53,12 +57,15 @@ def _call(verb: Verb, json: bool, modules: Sequence[str], **values: Any) -> int:
             output.finish()
             status = _WRONG_CALL if isinstance(error, OptionError) else _WRONG
         return status
-    except (ReaderGone, BrokenPipeError):
+    except (ReaderGone, BrokenPipeError, Unwritten) as error:
         # The bytes still in buffers must not fail once more when the interpreter writes them out.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-        return _READER_GONE
+        if not isinstance(error, Unwritten):
+            return _READER_GONE
+        output.error(error)
+        return _WRONG
 
 
 def _openers_of(values: Mapping[str, Any]) -> list[str]:

@@ -39,6 +39,10 @@ class ReaderGone(Exception):
     """The program that reads the output has ended."""
 
 
+class Unwritten(Exception):
+    """What is printed cannot be written, as on a full disk."""
+
+
 class Output:
     """Prints the output of a verb.
 
@@ -124,6 +128,8 @@ class Output:
                 sys.stdout.flush()
         except BrokenPipeError:
             raise ReaderGone from None
+        except OSError as error:
+            raise Unwritten(f"cannot write to stdout: {error.strerror or error}") from None
 
 
 def _terminal() -> Console | None:

@@ -252,6 +252,20 @@ def test_a_pipe_that_closes_is_no_error(tmp_path):
     assert (done.stdout.splitlines()[1:], done.stderr) == (["141"], "")
 
 
+@pytest.mark.parametrize("call", [["show"], ["show", "--json"], ["verify"]])
+def test_what_cannot_be_written_is_said_once(saved, call, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)  # as after >&-
+    assert main([*call, str(saved)]) == 0
+    for where in (saved, saved / "none"):
+        with open("/dev/full", "w") as full:
+            monkeypatch.setattr(sys, "stdout", full)
+            assert main([*call, str(where)]) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert lines.count("shardopt: cannot write to stdout: No space left on device") == (
+            where == saved or "--json" in call
+        )
+
+
 HANGING = """
 import sys, time
 from shardopt.cli import main
