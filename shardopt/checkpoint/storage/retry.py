@@ -57,12 +57,14 @@ class RetryPolicy:
         attempts: of a request, before it is given up.
         pause_seconds: before the second attempt; each further pause is twice as long, up to `longest_pause_seconds`.
         request_seconds: after which an unanswered request is abandoned, and made again.
+        commit_seconds: in which a commit has up to three times as many attempts: all of a save would be lost with it.
     """
 
     attempts: int = 8
     pause_seconds: float = 0.25
     longest_pause_seconds: float = 15.0
     request_seconds: float = 60.0
+    commit_seconds: float = 180.0
 
 
 RETRY_POLICY = RetryPolicy()
@@ -143,21 +145,23 @@ class Requests:
         except TimeoutError as error:
             raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
 
-    def repeat(self, doing: str, function: Callable[[], T]) -> T:
-        """Returns the result of `function`, called again after transient errors."""
-        begin, pause = world().monotonic(), self._policy.pause_seconds
-        for attempt in range(1, self._policy.attempts + 1):
+    def repeat(self, doing: str, function: Callable[[], T], commits: bool = False) -> T:
+        """Returns the result of `function`, called again after transient errors; for longer if it `commits`."""
+        begin, pause, most = world().monotonic(), self._policy.pause_seconds, self._policy.attempts
+        for attempt in range(1, 3 * most + 1):
             try:
                 return function()
             except Exception as error:
                 if not is_transient(error):
                     raise _permanent_error(doing, error) from without_secrets(error)
-                if attempt == self._policy.attempts or not world().main_thread_lives():
-                    seconds = world().monotonic() - begin
+                seconds = world().monotonic() - begin
+                is_over = attempt >= most and (not commits or seconds >= self._policy.commit_seconds)
+                if is_over or attempt == 3 * most or not world().main_thread_lives():
                     failures = f"{attempt} attempts within {seconds:.1f} s, the last of which failed with"
                     raise exhausted(doing, f"{failures} {_describe(error)}") from without_secrets(error)
             world().sleep(pause * world().jitter(0.5, 1.0))  # so that many ranks do not come back at one time
-            pause = min(2 * pause, self._policy.longest_pause_seconds)
+            if attempt < most:
+                pause = min(2 * pause, self._policy.longest_pause_seconds)
         raise AssertionError("no attempt was made")
 
 
@@ -173,6 +177,7 @@ def _permanent_error(doing: str, error: Exception) -> Exception:
     remedy = "look at the store's answer; see docs/remote.md for what is expected of a store"
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
         remedy = "give credentials that may list, read, write and delete there (docs/remote.md)"
+    remedy = getattr(error, "remedy", remedy)
     problem = Problem(doing, _describe(error), "a request that the store grants", remedy)
     return CheckpointError(f"cannot {doing}", [problem])
 

@@ -101,6 +101,19 @@ def test_pauses_double_up_to_the_longest():
     assert clock.pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
+@pytest.mark.parametrize(("commits", "seconds"), [(False, 6), (True, 31)])
+def test_a_commit_is_tried_for_longer(commits, seconds):
+    policy = RetryPolicy(attempts=4, pause_seconds=1.0, longest_pause_seconds=5.0, commit_seconds=30)
+
+    def fail():
+        clock.now += 0.25
+        raise TimeoutError
+
+    with using(FakeClock()) as clock, pytest.raises(CheckpointError, match="attempts within"):
+        Requests(PlannedFileSystem(), policy).repeat("x", fail, commits)
+    assert sum(clock.pauses) == pytest.approx(seconds, abs=4)
+
+
 def test_a_retry_draws_none_of_the_programs_random_numbers():
     random.seed(0)
     expected = random.random()
