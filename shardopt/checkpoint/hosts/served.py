@@ -50,6 +50,10 @@ class ServedStorage(Storage):
         return self._root.number is None or len(self._root.files) > 1
 
     @property
+    def place(self) -> Mapping[str, str]:
+        return {}  # the URL says all of it
+
+    @property
     def _own(self) -> LocalStorage:
         """The storage of this host, to write to."""
         number = self._root.number

@@ -42,7 +42,7 @@ from shardopt.checkpoint.saving.async_save import Stage
 from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
-from shardopt.checkpoint.storage import storage_of, use_options
+from shardopt.checkpoint.storage import hold, release, use_options
 from shardopt.ranks import Group, SharedGroup, refuse_lone_processes
 from shardopt.runtime.deferred_checks import settle_checks
 from shardopt.runtime.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
@@ -118,7 +118,7 @@ class Manager:
         rules, preemption = retention_of(keep), preemption_of(stop_on)
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
         check_run_options(root, copies, export, every, stage, preemption is not None, options)
-        roots = [storage_of(url) for url, _ in given]
+        roots = [hold(url) for url, _ in given]
         refuse_unfit_tiers(tiers, roots, incremental)
         terms = SaveTerms(
             **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
@@ -374,6 +374,7 @@ class Manager:
         refuse_within(f"closing the Manager of {self._run.root.url}")
         self._closed = True
         with ExitStack() as last_first:  # each is closed, whatever another raises
+            last_first.callback(release, *(root.storage for root in self._run.roots))
             last_first.callback((lambda: None) if alone else settle_checks)  # of steps after the last save
             last_first.callback(self._after.close_own)
             if self._stop is not None:

@@ -20,7 +20,7 @@ from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.root import refuse_seen_by_some
 from shardopt.checkpoint.sources.own import is_committed, read_manifest
-from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, hold, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
 from shardopt.world import world
@@ -76,7 +76,7 @@ class MirrorCopier(Task):
         process_group: Group | None = None,
     ) -> None:
         self._group = SharedGroup(process_group, deadline_seconds)
-        self._local, self.remote = storage_of(local), storage_of(remote)
+        self._local, self.remote = storage_of(local), hold(remote)
         self._side = SideRanks("copies of checkpoints")
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
         super().__init__(Turns(self._copy, self._describe, "shardopt-mirror"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -43,6 +43,11 @@ class Storage(ABC):
     """Whether reads go over a network; ranks then read once and share, in fewer and larger requests."""
     buffer_bytes = 4 << 20
     """Of the buffers that a save gives to `write`, at most."""
+
+    @property
+    def place(self) -> Mapping[str, str] | None:
+        """Which of several stores of this URL it is, by names such as "endpoint"; None where only options say it."""
+        return None
 
     @abstractmethod
     def make(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.archive import AbstractArchiveFileSystem  # type: ignore[import-untyped]  # as above
+from fsspec.implementations.cached import CachingFileSystem  # type: ignore[import-untyped]  # as above
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
 from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # as above
 
@@ -42,12 +44,27 @@ def is_known(protocol: str) -> bool:
 
 def is_archive(protocol: str) -> bool:
     """Whether a protocol is for files in an archive, such as zip and tar."""
-    if protocol not in known_implementations:
-        return False
+    return _is_a(protocol, AbstractArchiveFileSystem)
+
+
+def _is_a(protocol: str, kind: type) -> bool:
     try:
-        return issubclass(fsspec.get_filesystem_class(protocol), AbstractArchiveFileSystem)
+        return is_known(protocol) and issubclass(fsspec.get_filesystem_class(protocol), kind)
     except ImportError:
         return False
+
+
+def without_caches(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns a chained URL, and the options for it, without the caches that stand first."""
+    while len(links := LINK.split(url, maxsplit=1)) == 2:
+        protocol = links[0].partition("://")[0]
+        if not _is_a(protocol, CachingFileSystem):
+            break
+        url, own = links[1], inspect.signature(CachingFileSystem.__init__).parameters
+        inner = options.get("target_options") or {}
+        options = {**inner, **{name: value for name, value in options.items() if name not in {*own, protocol}}}
+    of_link = options.get(url.partition("://")[0])
+    return url, dict(of_link if isinstance(of_link, Mapping) and not LINK.search(url) else options)
 
 
 def open_url(url: str, durable: bool, options: Mapping[str, Any]) -> Storage:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
@@ -67,7 +70,30 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     Raises:
         CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
     """
-    return world().open_storage(os.fspath(url), durable, _open)
+    return world().open_storage(os.fspath(url), durable, _open_beside_held)
+
+
+def hold(url: str | os.PathLike[str]) -> Storage:
+    """Returns the storage at a URL, in which all that this process opens at or below that URL is from now on.
+
+    It ends with the returned object, or with `release`. What else would change the store behind the URL, such as
+    other options or another environment, is refused where it is asked for, and else has no effect.
+
+    Raises:
+        OptionError: an earlier one, which has not ended, is in another store.
+        CheckpointError: as `storage_of`.
+    """
+    storage = world().open_storage(os.fspath(url), True, _open)
+    place = _place_of(storage, _options_of(storage.url, _options))
+    _refuse_elsewhere(storage, place)
+    _held[storage] = place
+    return storage
+
+
+def release(*storages: Storage) -> None:
+    """Ends what `hold` has begun."""
+    for each in storages:
+        _held.pop(each, None)
 
 
 def register_storage(protocol: str, opener: Callable[..., Storage]) -> None:
@@ -96,7 +122,8 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
     They may be credentials: they are kept in memory alone, and are in no message.
 
     Raises:
-        OptionError: they are no arguments by name, or the file system does not take them.
+        OptionError: they are no arguments by name, or the file system does not take them. Or they lead to another
+            store than the one that is held there (`hold`); other keys of the same store are taken.
         CheckpointError: as `storage_of`.
     """
     if options is None:
@@ -106,43 +133,115 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
         found = f"a {type(options).__name__}"
         remedy = 'give a dict, such as {"endpoint_url": "https://s3.example.org"}'
         raise OptionError("invalid arguments", [Problem("storage_options", found, _OPTIONS, remedy)])
-    text = absolute_url(url)
-    before = _options.get(text)
-    _options[text] = dict(options)
+    text, given = _without_caches(absolute_url(url), options)
+    opener = partial(_open, table={**_options, text: given})
     try:
-        # Under the name that the storage gives itself too, by which it is opened later.
-        _options[storage_of(text).url] = _options[text]
+        storage = world().open_storage(text, True, opener)
     except (TypeError, ValueError) as error:
-        _options.pop(text)
-        if before is not None:
-            _options[text] = before
         if isinstance(error, ShardoptError):
             raise
         found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
         problem = Problem("storage_options", found, _OPTIONS, "see its fsspec class, or the one that was registered")
         raise OptionError("invalid arguments", [problem]) from None  # which may have them in its text
+    _refuse_elsewhere(storage, _place_of(storage, given))
+    # Under the name that the storage gives itself too, by which it is opened later.
+    _options.update({text: given, storage.url: given})
 
 
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
+_held: WeakKeyDictionary[Storage, Mapping[str, str]] = WeakKeyDictionary()  # and where they are
+_CREDENTIALS = re.compile("key|secret|token|pass|credential|user|sas|anon|client_id|tenant", re.IGNORECASE)
+"""In names of options that do not say where files are."""
 
 
-def _options_of(text: str) -> dict[str, Any]:
+def _is_within(url: str, above: str) -> bool:
+    return url == above or url.startswith(above.rstrip("/") + "/")
+
+
+def _options_of(text: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Returns the file system arguments for a URL: those set for the longest URL that contains it."""
-    if not _options:
+    return table.get(max((each for each in table if _is_within(text, each)), key=len, default=""), {})
+
+
+def _place_of(storage: Storage, options: Mapping[str, Any]) -> Mapping[str, str]:
+    """Returns in which of several stores of one URL a storage is, by the options with which it was opened."""
+    if isinstance(storage, LocalStorage):
         return {}
-    above = (each for each in _options if text == each or text.startswith(each.rstrip("/") + "/"))
-    return _options.get(max(above, key=len, default=""), {})
+    return flat_place(options) if storage.place is None else storage.place
 
 
-def _open(text: str, durable: bool) -> Storage:
-    url = absolute_url(text)
+def flat_place(options: Mapping[str, Any], within: str = "") -> dict[str, str]:
+    """Returns those of some options that may say where files are, which all but credentials may."""
+    found: dict[str, str] = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found |= flat_place(value, f"{within}{name}.")
+        elif value is not None and not _CREDENTIALS.search(name):
+            found[within + name] = repr(value)
+    return found
+
+
+def _holder(storage: Storage, place: Mapping[str, str]) -> Storage | None:
+    """Returns what is held at the storage's URL or next above it, if that is in another store; else None."""
+    if _nearest(storage.url)[1] in (None, place):
+        return None
+    gc.collect()  # of a Manager that nobody has any more
+    held, there = _nearest(storage.url)
+    return None if there == place else held
+
+
+def _nearest(url: str) -> tuple[Storage | None, Mapping[str, str] | None]:
+    """Returns what is held at a URL or next above it, and in which store."""
+    held = [each for each in (ref() for ref in _held.keyrefs()) if each is not None and _is_within(url, each.url)]
+    nearest = max(held, key=lambda each: len(each.url), default=None)
+    return nearest, None if nearest is None else _held.get(nearest)
+
+
+def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
+    held = _holder(storage, place)
+    if held is None:
+        return
+    there = _held.get(held, place)
+    names = sorted(name for name in {*place, *there} if place.get(name) != there.get(name))
+    remedy = "do this before that is made, once it is closed, or in another process"
+    problem = Problem(
+        storage.url,
+        f"another {', '.join(names)} than that of the Manager, MirrorCopier or Follower of {held.url}",
+        "one store for a URL in a process at one time",
+        remedy,
+    )
+    raise OptionError("a URL cannot stand for two stores", [problem])
+
+
+def _open_beside_held(text: str, durable: bool) -> Storage:
+    """Opens what is at or below a URL that is held in the store of that."""
+    storage = _open(text, durable)
+    held = _holder(storage, _place_of(storage, _options_of(storage.url, _options))) if _held else None
+    if held is None:
+        return storage
+    for name in filter(None, storage.url[len(held.url) :].split("/")):
+        held = held.child(name)
+    return held
+
+
+def _without_caches(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns a URL and its options without the caches of fsspec that stand first: they would show old files."""
+    if not LINK.search(url):
+        return url, dict(options)
+    url, options = file_systems.without_caches(url, options)
+    return absolute_url(url), dict(options)
+
+
+def _open(text: str, durable: bool, table: Mapping[str, dict[str, Any]] | None = None) -> Storage:
+    url, _ = _without_caches(absolute_url(text), {})
     if not _URL.match(url):
         return LocalStorage(url, durable)
+    options = _options_of(url, _options if table is None else table)
     own = _own.get(url.partition("://")[0])
     if own is not None:
-        return _opened_by(own, re.sub(r"(?<![:/])/+$", "", url), _options_of(url))
-    return file_systems.open_url(url, durable, _options_of(url))
+        return _opened_by(own, re.sub(r"(?<![:/])/+$", "", url), options)
+    return file_systems.open_url(url, durable, options)
 
 
 def _opened_by(opener: Callable[..., Storage], url: str, options: Mapping[str, Any]) -> Storage:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -20,6 +20,7 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no 
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # as above
 
 from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, contiguous_runs, too_short
+from shardopt.checkpoint.storage.open import flat_place
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError
 
@@ -38,6 +39,10 @@ class RemoteStorage(Storage):
         self._requests = Requests(fs)
         self._unconfirmed: set[str] = set()  # names of files whose publication may have failed or not
         self.url = fs.unstrip_protocol(path)
+
+    @property
+    def place(self) -> Mapping[str, str]:
+        return _place_of(self._fs)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -201,7 +206,7 @@ class RemoteStorage(Storage):
         condition = _condition_of(self._fs)
         if condition:
             try:
-                self._request("write", "pipe_file", name, data, **condition)
+                self._commit(name, data, **condition)
                 return bool(getattr(self._fs, "has_conditions", True))
             except FileExistsError:
                 self._require_own(name, data)
@@ -214,11 +219,17 @@ class RemoteStorage(Storage):
             self._require_own(name, data)
             return False
         try:
-            self.publish(name, data)
+            self._commit(name, data)
         except BaseException:
             self._unconfirmed.add(name)
             raise
         return False
+
+    def _commit(self, name: str, data: bytes, **condition: Any) -> None:
+        path = self._path(name)
+        self._requests.repeat(
+            f"write {self.url}/{name}", lambda: self._requests.once("pipe_file", path, data, **condition), commits=True
+        )
 
     def may_appear(self, name: str) -> bool:
         return name in self._unconfirmed
@@ -252,6 +263,14 @@ class RemoteStorage(Storage):
 
     def child(self, name: str) -> Storage:
         return RemoteStorage(self._fs, self._path(name))
+
+
+def _place_of(fs: Any) -> Mapping[str, str]:
+    """Returns which of several stores a file system is."""
+    if isinstance(getattr(fs, "fs", None), AbstractFileSystem):
+        return _place_of(fs.fs)  # a file system that wraps another
+    place: Mapping[str, str] | None = getattr(fs, "place", None)
+    return flat_place(getattr(fs, "storage_options", {})) if place is None else place
 
 
 def _condition_of(fs: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.storage import storage_of, use_options
+from shardopt.checkpoint.storage import hold, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
 from shardopt.checkpoint.stream.served import Weights, rearrange_problems, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
@@ -131,7 +131,7 @@ class Follower:
             use_options(root, storage_options)
         check_run_options(root, None, None, 1, None, False, SaveOptions())
         weights_of(app, "app")
-        self._root, self._app = Root(storage_of(root)), app
+        self._root, self._app = Root(hold(root)), app
         self._memory_bytes, self._silence_seconds = memory_bytes, silence_seconds
         self._options = LoadOptions(
             strictness=STRICT if strict is True else strictness_of(strict),

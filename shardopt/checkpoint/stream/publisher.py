@@ -19,7 +19,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
-from shardopt.checkpoint.storage import storage_of, use_options
+from shardopt.checkpoint.storage import hold, release, use_options
 from shardopt.checkpoint.stream.arranged import Arranged
 from shardopt.checkpoint.stream.dtypes import Dtypes, Forms, dtype_problems
 from shardopt.checkpoint.stream.served import (
@@ -100,9 +100,7 @@ class Publisher:
         check_run_options(root, None, None, 1, "now", False, terms)
         self._rename, self._dtypes = dict(rename or {}), Dtypes(dtype)
         self._arranged = Arranged(rearrange) if rearrange else None
-        self._run = Run(
-            Root(storage_of(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules
-        )
+        self._run = Run(Root(hold(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules)
         self._after = AfterCommit(self._run, None, None, None)
         self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
         self._last: tuple[int, PendingSave] | None = None
@@ -191,6 +189,7 @@ class Publisher:
             return
         self._closed, self._arranged = True, None  # which has host memory, too
         with ExitStack() as last_first:
+            last_first.callback(release, self._run.root.storage)
             if self._served is not None:
                 last_first.callback(self._served.close)
             last_first.callback(self._after.close_own)

@@ -48,4 +48,6 @@ def azure_container(name: str, options: Options) -> Bucket:
         from obstore.auth.azure import AzureCredentialProvider
 
         config["credential_provider"] = AzureCredentialProvider(credential)
-    return Bucket(AzureStore, container, config, client_of(options, endpoint))
+    account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME") or ""  # as obstore finds it
+    place = {"account": account, "endpoint": config.get("endpoint", "")}
+    return Bucket(AzureStore, container, config, client_of(options, endpoint), place)

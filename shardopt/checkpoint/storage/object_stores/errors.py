@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 # The text ends with the store's answer, and has the key: only what obstore itself writes is looked for in it.
 _STATUS = re.compile(r" - Server returned non-2xx status code: (\d{3})([^:]*): ?(.*)")
+_TOOK = re.compile(r" in [\d.]+(?:ns|µs|ms|s)(?= - |, after |:|$)")  # which would make each error another one
 _RETRIES = re.compile(r", after \d+ retries, max_retries: \d+, retry_timeout: ")
 _METADATA_SERVER = re.compile(r"\bperforming [A-Z]+ http://(169\.254\.169\.254|metadata\.google\.internal)")
 _PERMANENT = re.compile(
@@ -36,12 +37,37 @@ _CODE, _MESSAGE = re.compile(r"<Code>([^<]*)</Code>"), re.compile(r"<Message>([^
 _KIND, _CERTIFICATE = re.compile(r"\bkind: (\w+)"), re.compile(r"\bInvalidCertificate\(\s*(\w+)")
 _DETAIL = re.compile(r'"([^"\n]*error|[^"\n]* [^"\n]*)"')
 _TRANSIENT_STATUS = {408, 409, 425, 429}  # below 500
-_TRANSIENT_CODES = {"RequestTimeout", "RequestTimeTooSkewed", "ExpiredToken", "TokenRefreshRequired"}
+_EXPIRED = {"ExpiredToken", "TokenRefreshRequired"}
+_TRANSIENT_CODES = {"RequestTimeout", "RequestTimeTooSkewed"}
+_ARCHIVED = "restore the object from its archive class, then try again"
+_REMEDIES = {
+    "InvalidObjectState": _ARCHIVED,
+    "BlobArchived": _ARCHIVED,
+    "BlobBeingRehydrated": "wait until the object is restored from its archive class, then try again",
+    "BlobImmutableDueToPolicy": "wait until the container's policy lets objects go, or change the policy",
+}
+"""Of refusals that no later attempt and no other credentials change, by code."""
 # The store lacks parts that it had taken, or has dropped the upload: the file may be sent again.
 _LOST_PARTS = {"InvalidPart", "InvalidBlockList", "NoSuchUpload"}
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 _MOST_CHARACTERS = 400  # of an error
 _users: set[int] = set()  # the process that has used obstore
+
+
+class ExpiredKeysError(ConnectionError):
+    """The store says that the keys of a request have expired."""
+
+
+class StateOfObjectError(PermissionError):
+    """The store refuses a request for the state that the object is in.
+
+    Args:
+        remedy: what helps.
+    """
+
+    def __init__(self, said: str, remedy: str) -> None:
+        super().__init__(errno.EPERM, said)
+        self.remedy = remedy
 
 
 class ExhaustedError(ConnectionError):
@@ -88,7 +114,7 @@ def _require_own_threads() -> None:
 
 def _os_error(error: Exception, creates: bool) -> OSError:
     whole, _, debug = str(error).partition("\n\nDebug source")
-    text = " ".join(whole.split())
+    text = _TOOK.sub("", " ".join(whole.split()))
     answer = _STATUS.search(text)
     if answer is None:
         return _without_answer(error, text, debug)
@@ -98,6 +124,11 @@ def _os_error(error: Exception, creates: bool) -> OSError:
     # Of XML no more than that: S3 puts tokens into it.
     said = text[: answer.start(3)] + (" ".join(found) if "<" in body else body)
     said = said if len(said) <= _MOST_CHARACTERS else said[:_MOST_CHARACTERS] + "…"
+    if code in _REMEDIES:
+        _, begin, rest = said.partition("Error performing")  # obstore takes its status for that of a conflict
+        return StateOfObjectError(begin + rest, _REMEDIES[code])
+    if code in _EXPIRED:
+        return ExpiredKeysError(said)
     if code in _LOST_PARTS:
         return ConnectionError(f"the store has lost parts of an upload: {said}")
     if code in _NO_BUCKET:

@@ -32,7 +32,7 @@ def gcs_bucket(name: str, options: Options) -> Bucket:
         config |= _credentials(token)
     if endpoint is not None:
         config["base_url"] = checked_endpoint(endpoint)
-    return Bucket(GCSStore, name, config, client_of(options, endpoint))
+    return Bucket(GCSStore, name, config, client_of(options, endpoint), {"endpoint": config.get("base_url", "")})
 
 
 def _credentials(token: Any) -> dict[str, Any]:

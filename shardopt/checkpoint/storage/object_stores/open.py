@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,9 @@ from shardopt.checkpoint.storage.object_stores.s3 import s3_bucket
 from shardopt.checkpoint.storage.object_stores.store import ObjectStore
 from shardopt.errors import CheckpointError, OptionError, Problem
 
-_opened: dict[tuple[str, ...], ObjectStore] = {}  # they hold connections
+_opened: dict[tuple[str, ...], tuple[object, ObjectStore]] = {}  # they hold connections; what was read for them
+_VARIABLES = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HOME")
+_FILES = {"AWS_CONFIG_FILE": "~/.aws/config", "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials"}
 
 
 def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]:
@@ -37,7 +40,9 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]
         raise CheckpointError(f"cannot open {url}", [problem])
     given = {**configured, **options}
     key = (protocol, bucket, repr(sorted(given.items())), repr(retry.RETRY_POLICY))
-    if key not in _opened:
+    surroundings = _surroundings()
+    known, store = _opened.get(key, (None, None))
+    if store is None or known != surroundings:
         taken = Options(given)
         found = translate(bucket, taken)
         if left := taken.left():
@@ -49,8 +54,24 @@ def open_bucket(url: str, options: Mapping[str, Any]) -> tuple[ObjectStore, str]
                 remedy,
             )
             raise OptionError("invalid arguments", [problem])
-        _opened[key] = ObjectStore(protocol, _maker(found), found.may_lack_conditions)
-    return _opened[key], path
+        store = ObjectStore(protocol, _maker(found), found.may_lack_conditions, found.place)
+        _opened[key] = surroundings, store
+    return store, path
+
+
+def _surroundings() -> object:
+    """Returns what endpoints, keys and profiles may be in beside options: variables, and AWS's files as they are."""
+    variables = [each for each in os.environ.items() if each[0].startswith(_VARIABLES)]
+    files = (os.path.expanduser(os.environ.get(name, default)) for name, default in _FILES.items())
+    return sorted(variables), [_state_of(file) for file in files]
+
+
+def _state_of(file: str) -> tuple[int, ...]:
+    try:
+        state = os.stat(file)
+    except OSError:
+        return ()
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _maker(bucket: Bucket) -> Callable[..., Any]:

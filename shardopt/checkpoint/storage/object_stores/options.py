@@ -69,6 +69,7 @@ class Bucket(NamedTuple):
         name: of the bucket.
         config: obstore's, by name.
         client: options of its HTTP client.
+        place: which of several stores it is in: its endpoint, and on Azure its account.
         may_lack_conditions: see `ObjectStore`.
     """
 
@@ -76,6 +77,7 @@ class Bucket(NamedTuple):
     name: str
     config: dict[str, Any]
     client: dict[str, Any]
+    place: Mapping[str, str]
     may_lack_conditions: bool = False
 
 

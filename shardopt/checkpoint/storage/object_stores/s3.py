@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,7 +15,9 @@ from shardopt.checkpoint.storage.object_stores.options import Bucket, Options, c
 from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.world import utc, world
 
-_KEYS_SECONDS = 8 * 60  # botocore gives none that are valid for less than 10 minutes
+_KEYS_SECONDS = 8 * 60.0  # after which keys that botocore renews are asked for again
+_FILES_SECONDS = 60.0  # after which those in the environment and in files are
+_MARGIN_SECONDS = 30.0  # before the end of keys, in which no request begins with them
 
 
 def s3_bucket(name: str, options: Options) -> Bucket:
@@ -42,7 +45,8 @@ def s3_bucket(name: str, options: Options) -> Bucket:
     kinds = {kind: options.take(f"config_kwargs.use_{kind}_endpoint") for kind in ("fips", "dualstack")}
     scheme = "https" if options.is_on("use_ssl", True) else "http"
     with _named_errors():
-        session = _botocore_session(options.take("profile"))
+        named = options.take("profile")
+        session = _botocore_session(named)
         profile = {} if session is None else session.get_scoped_config()
         if session is not None and (region := session.get_config_variable("region")):
             config.setdefault("region", region)
@@ -54,15 +58,17 @@ def s3_bucket(name: str, options: Options) -> Bucket:
         elif any(keys):
             config["credential_provider"] = _given_keys(*keys)
         elif session is not None:
-            config["credential_provider"] = _found_keys(session)
+            config["credential_provider"] = _FoundKeys(session, named)
     endpoint = endpoint or _first("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     endpoint = endpoint or _endpoint_of(session, profile)
     style = style or (profile.get("s3") or {}).get("addressing_style")
     endpoint = endpoint or _amazons_endpoint(
         scheme, config.get("region") or _first("AWS_REGION", "AWS_DEFAULT_REGION"), **kinds
     )
+    place = {"endpoint": ""}
     if endpoint is not None:
         endpoint = checked_endpoint(endpoint)
+        place = {"endpoint": endpoint.rpartition(".amazonaws.com")[2] if ".amazonaws.com" in endpoint else endpoint}
         scheme, _, host = endpoint.partition("://")
         # With buckets in the name of the host, obstore takes the endpoint for that of the bucket.
         config["endpoint"] = f"{scheme}://{name}.{host}" if style == "virtual" else endpoint
@@ -71,7 +77,7 @@ def s3_bucket(name: str, options: Options) -> Bucket:
     config["unsigned_payload"] = endpoint is None or endpoint.startswith("https://")
     config["disable_bulk_delete"] = True  # of one file at a time, which not all compatible stores have
     is_amazon = endpoint is None or ".amazonaws.com" in endpoint
-    return Bucket(S3Store, name, config, client_of(options, endpoint, "AWS_CA_BUNDLE"), not is_amazon)
+    return Bucket(S3Store, name, config, client_of(options, endpoint, "AWS_CA_BUNDLE"), place, not is_amazon)
 
 
 def _first(*variables: str) -> str | None:
@@ -140,19 +146,41 @@ def _given_keys(key: str | None, secret: str | None, token: str | None) -> Calla
     return lambda: {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
 
 
-def _found_keys(session: Any) -> Callable[[], dict[str, Any]]:
-    """Returns a provider of the keys that botocore finds, and renews."""
-    credentials = session.get_credentials()
-    if credentials is None:
-        required = "keys in storage_options, the environment, ~/.aws or the machine's role"
-        remedy = 'give some, or storage_options={"anon": True} for a public bucket (docs/remote.md)'
-        raise CheckpointError("cannot open S3", [Problem("credentials", "none", required, remedy)])
+class _FoundKeys:
+    """A provider of the keys that botocore finds, and renews; or reads again, as others may renew them.
 
-    def provide() -> dict[str, Any]:
-        keys = credentials.get_frozen_credentials()
-        end = utc(world().wall_clock() + _KEYS_SECONDS)
+    Args:
+        session: of botocore.
+        profile: that was asked for.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+
+    refresh_threshold = timedelta()
+    """How long before `expires_at` obstore asks again."""
+
+    def __init__(self, session: Any, profile: str | None) -> None:
+        self._profile = profile
+        self._credentials = session.get_credentials()
+        if self._credentials is None:
+            required = "keys in storage_options, the environment, ~/.aws or the machine's role"
+            remedy = 'give some, or storage_options={"anon": True} for a public bucket (docs/remote.md)'
+            raise CheckpointError("cannot open S3", [Problem("credentials", "none", required, remedy)])
+        self._credentials.get_frozen_credentials()  # what cannot be had is told here
+        self._is_read = True
+
+    def __call__(self) -> dict[str, Any]:
+        from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]  # has no type hints
+
+        end_within = getattr(self._credentials, "refresh_needed", None)  # of those that botocore renews
+        if end_within is None and not self._is_read:
+            with suppress(BotoCoreError):  # of a file that is being written
+                self._credentials = _botocore_session(self._profile).get_credentials() or self._credentials
+        self._is_read = False
+        keys, now = self._credentials.get_frozen_credentials(), world().wall_clock()
+        lives = _FILES_SECONDS if end_within is None else _KEYS_SECONDS
+        while end_within is not None and lives > 1 and end_within(lives + _MARGIN_SECONDS):
+            lives /= 2
         names = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
-        return {**names, "expires_at": end}
-
-    provide()  # what cannot be had is told here
-    return provide
+        return {**names, "expires_at": utc(now + lives)}

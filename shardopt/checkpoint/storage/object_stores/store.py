@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import obstore
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, translated
+from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, ExpiredKeysError, translated
 from shardopt.errors import CheckpointError, Problem
+
+T = TypeVar("T")
 
 _log = logging.getLogger("shardopt.checkpoint")
 PARTS_AT_ONCE = 8  # no more of a file are on their way
@@ -36,6 +39,7 @@ class ObjectStore:
         protocol: of its URLs, such as "s3".
         make: makes obstore's store of the bucket, given its `client_options` and its `retry_config`.
         may_lack_conditions: whether it may ignore the condition of a write, as some compatible stores do.
+        place: which of several stores of this protocol has the bucket.
     """
 
     async_impl = False
@@ -43,7 +47,14 @@ class ObjectStore:
     """Whether files that `open` returns take buffers of any size, and send them from their own memory."""
     refuses_conditions_by = (errno.ENOSYS,)
 
-    def __init__(self, protocol: str, make: Callable[..., Any], may_lack_conditions: bool) -> None:
+    def __init__(
+        self,
+        protocol: str,
+        make: Callable[..., Any],
+        may_lack_conditions: bool,
+        place: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.place = place
         self._protocol, self._make, self._policy = protocol, make, retry.RETRY_POLICY
         self._in_parts: dict[int, Any] = {}  # stores for the parts of large files, by their size
         self.has_conditions = None if may_lack_conditions else True
@@ -53,6 +64,18 @@ class ObjectStore:
     def _once(self) -> Any:
         """The store for single requests."""
         return self._store({"max_retries": 0}, self._policy.request_seconds)
+
+    def _request(self, request: Callable[[Any], T], creates: bool = False) -> T:
+        """Makes a single request. If the store says that the keys have expired, the next one asks for keys anew."""
+        try:
+            return translated(lambda: request(self._once), creates)
+        except ExpiredKeysError:
+            self._forget_keys()
+            raise
+
+    def _forget_keys(self) -> None:
+        self.__dict__.pop("_once", None)
+        self._in_parts = {}
 
     def _store(self, retry_config: Mapping[str, Any], seconds: float) -> Any:
         timeout = timedelta(seconds=seconds)
@@ -78,7 +101,7 @@ class ObjectStore:
 
     def ls(self, path: str, detail: bool) -> list[str]:
         try:
-            found = translated(lambda: self._once.list_with_delimiter(_key(path) or None))
+            found = self._request(lambda store: store.list_with_delimiter(_key(path) or None))
         except OSError as error:
             if _STRAY_KEY not in str(error):
                 raise
@@ -91,13 +114,19 @@ class ObjectStore:
         return [f"{path}/{name.rpartition('/')[2]}" for name in names if name != marker]
 
     def info(self, path: str) -> dict[str, Any]:
-        return {"type": "file", "size": translated(lambda: self._once.head(_key(path)))["size"]}
+        try:
+            return {"type": "file", "size": self._request(lambda store: store.head(_key(path)))["size"]}
+        except OSError as error:
+            if not isinstance(error, PermissionError) and error.errno != errno.EINVAL:
+                raise
+            self._request(lambda store: store.get_range(_key(path), start=0, end=1))  # whose answer says why
+            raise
 
     def cat_file(self, path: str, start: int = 0, end: int | None = None) -> memoryview:
         if end is None:
             options = {"range": {"offset": start}} if start else {}
-            return memoryview(translated(lambda: self._once.get(_key(path), options=options).bytes()))
-        return memoryview(translated(lambda: self._once.get_range(_key(path), start=start, end=end)))
+            return memoryview(self._request(lambda store: store.get(_key(path), options=options).bytes()))
+        return memoryview(self._request(lambda store: store.get_range(_key(path), start=start, end=end)))
 
     def cat_ranges(
         self, paths: Sequence[str], starts: Sequence[int], ends: Sequence[int], on_error: Literal["return"]
@@ -106,7 +135,9 @@ class ObjectStore:
         if len(paths) > 1:
             # obstore is not to join ranges: those that are worth it have been joined, and it panics past a file's end.
             with suppress(OSError):  # which says not of which of them it is
-                found = translated(lambda: self._once.get_ranges(_key(paths[0]), starts=starts, ends=ends, coalesce=0))
+                found = self._request(
+                    lambda store: store.get_ranges(_key(paths[0]), starts=starts, ends=ends, coalesce=0)
+                )
                 return [memoryview(each) for each in found]
         return [self._range(*each) for each in zip(paths, starts, ends, strict=True)]
 
@@ -124,7 +155,7 @@ class ObjectStore:
             OSError: ENOSYS, as the store has no such condition, with `mode="create"`.
         """
         if mode == "overwrite":
-            translated(lambda: self._once.put(_key(path), data, use_multipart=False))
+            self._request(lambda store: store.put(_key(path), data, use_multipart=False))
         elif self.has_conditions is None:
             self._find_conditions(path, data)
         elif self.has_conditions:
@@ -134,7 +165,7 @@ class ObjectStore:
 
     def _create(self, path: str, data: bytes) -> None:
         try:
-            translated(lambda: self._once.put(_key(path), data, mode="create", use_multipart=False), creates=True)
+            self._request(lambda store: store.put(_key(path), data, mode="create", use_multipart=False), creates=True)
         except FileExistsError as error:
             try:
                 self.info(path)
@@ -164,12 +195,13 @@ class ObjectStore:
         self.pipe_file(path, data, "create")
 
     def rm_file(self, path: str) -> None:
-        translated(lambda: self._once.delete([_key(path)]))
+        self._request(lambda store: store.delete([_key(path)]))
 
     def open(self, path: str, mode: Literal["wb"], block_size: int) -> Upload:
         """Begins to write a large file in parts of `block_size` bytes."""
         seconds = max(self._policy.request_seconds, block_size / _SLOWEST_BYTES_PER_SECOND)
-        if block_size not in self._in_parts:
+        store = self._in_parts.get(block_size)
+        if store is None:
             pauses = (self._policy.pause_seconds, self._policy.longest_pause_seconds)
             first, longest = (timedelta(seconds=each) for each in pauses)
             retry_config = {
@@ -177,9 +209,9 @@ class ObjectStore:
                 "retry_timeout": timedelta(seconds=_ATTEMPTS_OF_PART_SECONDS),
                 "backoff": {"init_backoff": first, "max_backoff": longest},
             }
-            self._in_parts[block_size] = self._store(retry_config, seconds)
+            store = self._in_parts[block_size] = self._store(retry_config, seconds)
         deadline_seconds = 2 * (_ATTEMPTS_OF_PART_SECONDS + seconds)
-        return Upload(self._in_parts[block_size], self.unstrip_protocol(path), _key(path), block_size, deadline_seconds)
+        return Upload(store, self.unstrip_protocol(path), _key(path), block_size, deadline_seconds, self._forget_keys)
 
 
 class Upload:
@@ -189,10 +221,19 @@ class Upload:
 
     Args:
         deadline_seconds: of each call, which may wait for all attempts of a part and of the last request.
+        forget_keys: called where the store says that they have expired; the file may then be sent again.
     """
 
-    def __init__(self, store: Any, url: str, key: str, part_bytes: int, deadline_seconds: float) -> None:
-        self._url, self.deadline_seconds = url, deadline_seconds
+    def __init__(
+        self,
+        store: Any,
+        url: str,
+        key: str,
+        part_bytes: int,
+        deadline_seconds: float,
+        forget_keys: Callable[[], None],
+    ) -> None:
+        self._url, self.deadline_seconds, self._forget_keys = url, deadline_seconds, forget_keys
         self._writer = obstore.open_writer(store, key, buffer_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
 
     def write(self, part: bytearray | memoryview) -> None:
@@ -206,6 +247,9 @@ class Upload:
         """Calls obstore. After all of its attempts the file is not sent once more."""
         try:
             translated(call)
+        except ExpiredKeysError:
+            self._forget_keys()
+            raise
         except ExhaustedError as error:
             raise retry.exhausted(f"write {self._url}", f"attempts that failed, the last with {error}") from None
 

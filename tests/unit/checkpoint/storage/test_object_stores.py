@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
 import fsspec
@@ -22,7 +22,12 @@ from shardopt import checkpoint
 from shardopt.checkpoint.storage import retry, storage_of
 from shardopt.checkpoint.storage.object_stores import errors, gcs, s3
 from shardopt.checkpoint.storage.object_stores import open as opening
-from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, translated
+from shardopt.checkpoint.storage.object_stores.errors import (
+    ExhaustedError,
+    ExpiredKeysError,
+    StateOfObjectError,
+    translated,
+)
 from shardopt.checkpoint.storage.object_stores.options import Options
 from shardopt.checkpoint.storage.object_stores.store import ObjectStore
 from shardopt.checkpoint.storage.remote import RemoteStorage
@@ -349,8 +354,61 @@ def test_keys_of_the_environment_are_not_mixed_with_those_that_are_given(monkeyp
 def test_keys_that_botocore_renews_are_asked_for_before_they_end(monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s")
-    end = s3.s3_bucket("b", Options({})).config["credential_provider"]()["expires_at"]
-    assert 7 < (end - datetime.now(UTC)).total_seconds() / 60 < 10
+    assert 55 < seconds_left(s3.s3_bucket("b", Options({})).config["credential_provider"]) < 61
+
+
+def seconds_left(provider):
+    """Until obstore asks for keys again."""
+    assert not provider.refresh_threshold
+    return (provider()["expires_at"] - datetime.now(UTC)).total_seconds()
+
+
+@pytest.mark.parametrize(("lives", "least", "most"), [(3600, 450, 490), (120, 30, 90), (20, 0, 2)])
+def test_keys_are_not_used_beyond_their_end(tmp_path, lives, least, most):
+    end = (datetime.now(UTC) + timedelta(seconds=lives)).isoformat()
+    keys = {"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": end}
+    (tmp_path / "keys").write_text(json.dumps(keys))
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
+    assert least < seconds_left(s3.s3_bucket("b", Options({})).config["credential_provider"]) < most
+
+
+def test_keys_that_others_renew_are_read_again(tmp_path, monkeypatch):
+    def write(key):
+        (tmp_path / "credentials").write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = s\n")
+
+    write("one")
+    provider = s3.s3_bucket("b", Options({})).config["credential_provider"]
+    assert provider()["access_key_id"] == "one"
+    write("two")
+    assert provider()["access_key_id"] == "two"
+    (tmp_path / "credentials").write_text("[default]\naws_access_key_id = half\n")
+    assert provider()["access_key_id"] == "two"
+
+
+def test_what_is_found_beside_options_is_found_again(tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "k")
+    first, _ = opening.open_bucket("s3://b/a", {})
+    assert opening.open_bucket("s3://b/c", {}) == (first, "b/c")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://minio:9000")
+    assert opening.open_bucket("s3://b/a", {})[0].place == {"endpoint": "https://minio:9000"}
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    (tmp_path / "config").write_text("[default]\nendpoint_url = https://minio:9001\n")
+    assert opening.open_bucket("s3://b/a", {})[0].place == {"endpoint": "https://minio:9001"}
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(CheckpointError, match="ProfileNotFound"):
+        opening.open_bucket("s3://b/a", {})
+
+
+def test_a_bucket_of_amazon_is_one_at_each_kind_of_endpoint():
+    kinds = [{}, {"use_fips_endpoint": True}, {"use_dualstack_endpoint": True, "s3": {"addressing_style": "virtual"}}]
+    region = {"client_kwargs": {"region_name": "eu-west-3"}}
+    assert [dict(translate("s3", config_kwargs=each, **KEYS, **region).place) for each in kinds] == [
+        {"endpoint": ""}
+    ] * 3
+    china = translate("s3", client_kwargs={"region_name": "cn-north-1"}, **KEYS)
+    assert china.place == {"endpoint": ".cn"}
+    assert translate("az", account_name="a", account_key="k").place == {"account": "a", "endpoint": ""}
 
 
 @pytest.mark.parametrize(
@@ -417,6 +475,15 @@ def answer(status, more=""):
         (GenericError(answer(400, "<Code>RequestTimeout</Code>")), ConnectionError, None),
         (GenericError(answer(404, "<Code>NoSuchBucket</Code>")), OSError, errno.EINVAL),
         (GenericError(answer(503, "invalid path, redirect, after 3 retries, 169.254.169.254")), ConnectionError, None),
+        (GenericError(answer(400, "<Code>ExpiredToken</Code>")), ExpiredKeysError, None),
+        *(
+            (error(answer(status, f"<Code>{code}</Code>")), StateOfObjectError, errno.EPERM)
+            for error, status, code in (
+                (PermissionDeniedError, 403, "InvalidObjectState"),
+                (AlreadyExistsError, 409, "BlobArchived"),
+                (AlreadyExistsError, 409, "BlobImmutableDueToPolicy"),
+            )
+        ),
         (GenericError("Encountered object with invalid path: run//x"), OSError, errno.EINVAL),
         (GenericError("e\n\nDebug source:\nkind: Request, InvalidCertificate(\n Unknown"), OSError, errno.EINVAL),
         (GenericError("HTTP error: error sending request\n\nDebug source:\nkind: Timeout,"), TimeoutError, None),
@@ -436,7 +503,51 @@ def test_errors_say_what_happened(error, kind, number):
     with pytest.raises(OSError) as caught:
         translated(fail)
     assert type(caught.value) is kind and caught.value.errno == number
-    assert retry.is_transient(caught.value) == (kind in (ConnectionError, TimeoutError, ExhaustedError))
+    assert retry.is_transient(caught.value) == issubclass(kind, ConnectionError | TimeoutError)
+    assert "already exists" not in str(caught.value)
+
+
+@pytest.mark.parametrize("took", ["756.1µs", "1.2s", "30ms"])
+def test_an_error_is_the_same_at_each_attempt(took):
+    def fail():
+        raise GenericError(
+            f"Error performing DELETE http://h/in 3s in {took} - Server returned non-2xx status code: 403 F: x"
+        )
+
+    with pytest.raises(PermissionError, match=r"h/in 3s - Server"):
+        translated(fail)
+
+
+def test_an_object_in_an_archive_says_what_to_do():
+    store = Store(conditions=True)
+    store.get = lambda *args, **options: fail(PermissionDeniedError(answer(403, "<Code>InvalidObjectState</Code>")))
+    requests = retry.Requests(ObjectStore("s3", lambda **options: store, may_lack_conditions=False))
+    with pytest.raises(CheckpointError, match=r"InvalidObjectState; .*restore the object from its archive class"):
+        requests.call("read s3://b/a", "cat_file", "b/a")
+
+
+def test_expired_keys_are_asked_for_anew_also_where_the_answer_has_no_body():
+    made = []
+
+    def make(**options):
+        store = Store(conditions=True)
+        store.files["a"] = b"123"
+        if not made:
+            store.head = lambda key: fail(GenericError(answer(400)))
+            store.get_range = lambda *args, **each: fail(GenericError(answer(400, "<Code>ExpiredToken</Code>")))
+        made.append(store)
+        return store
+
+    store = ObjectStore("s3", make, may_lack_conditions=False)
+    assert retry.Requests(store, retry.RetryPolicy(pause_seconds=0.001)).call("x", "info", "b/a")["size"] == 3
+    assert len(made) == 2
+    made[1].head = lambda key: fail(PermissionDeniedError(answer(403)))  # and what is no matter of keys is told
+    with pytest.raises(PermissionError):
+        store.info("b/a")
+
+
+def fail(error):
+    raise error
 
 
 def test_tokens_in_an_answer_are_not_told():

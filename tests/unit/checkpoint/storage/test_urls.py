@@ -73,7 +73,7 @@ def test_chains_are_read(here):
     ):
         checkpoint.load(url, target)
         assert target["x"][0] == number
-    for url in ("zip://run::runs.zip", "simplecache::memory://urls/lr::1e-4"):
+    for url in ("zip://run::runs.zip", "zip://run::memory://urls/lr::1e-4"):
         with pytest.raises(CheckpointError, match=re.escape("zip://run::file:///data/runs.zip")):
             checkpoint.load(url, target)
 

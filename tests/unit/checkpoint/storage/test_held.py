@@ -1,0 +1,121 @@
+"""What a run is kept in stays the same store, whatever others ask for; and caches of fsspec are not read."""
+
+import gc
+from typing import ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import hold, release, storage_of, use_options
+from shardopt.checkpoint.storage import open as storage_open
+from shardopt.checkpoint.storage.object_stores import open as opening
+from shardopt.errors import OptionError
+
+
+class Clusters(MemoryFileSystem):
+    """Several stores, by endpoint, which have the same URLs."""
+
+    protocol = "clusters"
+    cachable = False
+    stores: ClassVar = {}
+
+    def __init__(self, endpoint="default", password=None, **options):
+        super().__init__(endpoint=endpoint, password=password, **options)
+        self.store, self.pseudo_dirs = self.stores.setdefault(endpoint, ({}, [""]))
+
+
+@pytest.fixture(autouse=True)
+def clusters(monkeypatch):
+    fsspec.register_implementation("clusters", Clusters, clobber=True)
+    monkeypatch.setattr(storage_open, "_options", {})
+    monkeypatch.setattr(Clusters, "stores", {})
+    monkeypatch.setattr(opening, "conf", {})
+
+
+OLD, NEW = {"endpoint": "old"}, {"endpoint": "new", "password": "a"}
+RUN = "clusters://b/run"
+ANOTHER = r"found another endpoint than that of .*clusters://b/run;"
+
+
+def app(step):
+    return {"w": torch.full((4,), float(step)), "step": step}
+
+
+def steps_in(endpoint):
+    files = Clusters.stores[endpoint][0] if endpoint in Clusters.stores else {}
+    return sorted({int(name.split("step-")[1][:8]) for name in files if "step-" in name})
+
+
+def test_a_run_stays_in_its_store():
+    with checkpoint.Manager(RUN, storage_options=OLD) as before:
+        before.save(7, app(7))
+    with checkpoint.Manager(RUN, storage_options=NEW) as manager:
+        assert manager.restore(app(0)) == 0
+        for ask in (
+            lambda: checkpoint.Manager(RUN, storage_options=OLD),
+            lambda: checkpoint.Manager("clusters://b", destinations=[checkpoint.Mirror(RUN, storage_options=OLD)]),
+            lambda: checkpoint.load(f"{RUN}/step-00000007", app(0), storage_options=OLD),
+            lambda: checkpoint.save(f"{RUN}/step-00000008", app(0), storage_options=OLD),
+            lambda: checkpoint.Follower(RUN, {"w": torch.ones(4)}, storage_options=OLD),
+        ):
+            with pytest.raises(OptionError, match=ANOTHER) as caught:
+                ask()
+            assert "password" not in str(caught.value) and "'a'" not in str(caught.value)
+        manager.save(1, app(1))
+        use_options("clusters://b", OLD)  # of all that is above
+        manager.save(2, app(2))
+        checkpoint.Manager(RUN, storage_options={**NEW, "password": "renewed"})  # which nobody has any more
+        manager.save(3, app(3))
+        assert manager.steps() == steps_in("new") == [1, 2, 3]
+        assert steps_in("old") == [7]
+    with checkpoint.Manager(RUN, storage_options=OLD) as after:
+        assert after.restore(app(0)) == 7
+
+
+def test_options_of_a_step_do_not_lead_a_run_elsewhere():
+    checkpoint.save(f"{RUN}/step-00000002", app(2), storage_options=OLD)
+    with checkpoint.Manager(RUN, storage_options=NEW) as manager:
+        manager.save(1, app(1))
+        manager.save(2, app(3))
+        target = app(0)
+        checkpoint.load(manager.path(2), target)
+        assert target["step"] == 3 and manager.steps() == steps_in("new") == [1, 2]
+
+
+def test_what_changes_behind_a_url_is_for_those_who_come_later(monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "k")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://one:9000")
+    one = hold("s3://held/run")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://two:9000")
+    assert storage_of("s3://held/run/step-1/").place == one.place == {"endpoint": "https://one:9000"}
+    assert storage_of("s3://held/run/step-1/").url == "s3://held/run/step-1"
+    assert storage_of("s3://held/runs").place == {"endpoint": "https://two:9000"}
+    with pytest.raises(OptionError, match=r"s3://held/run: found another endpoint than that of .*once it is closed"):
+        hold("s3://held/run")
+    release(one)
+    two = hold("s3://held/run")
+    assert two.place == {"endpoint": "https://two:9000"}
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://one:9000")
+    two.cycle = two  # as of a Manager that nobody has closed
+    del two
+    assert storage_of("s3://held/run").place == one.place
+    gc.collect()
+
+
+@pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache"])
+@pytest.mark.parametrize(
+    "options", [{"clusters": NEW}, {"target_options": NEW}, NEW, {"clusters": NEW, "cache_storage": "x"}]
+)
+def test_no_cache_hides_what_others_write(cache, options, tmp_path):
+    use_options(f"{cache}::{RUN}", {**options, cache: {"cache_storage": str(tmp_path)}})
+    cached, direct = storage_of(f"{cache}::{RUN}"), storage_of(RUN)
+    assert cached.url == direct.url and cached.place == direct.place == {"endpoint": "'new'"}
+    for data in (b"1", b"2"):
+        direct.publish("m", data)
+        assert cached.read("m") == data
+    use_options(RUN, NEW)
+    assert list(tmp_path.iterdir()) == []
