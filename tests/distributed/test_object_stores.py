@@ -202,7 +202,7 @@ def test_a_small_file_that_the_store_has_lost_is_told(here, match):
     [
         ("s3", "partNumber=2", r"write s3://.*safetensors", "attempts that failed, the last with Generic S3", 0),
         ("gs", "partNumber=2", r"write gs://.*safetensors", "attempts that failed, the last with Generic GCS", 0),
-        ("s3", "PUT .*manifest", r"write s3://.*manifest.json", "4 attempts", 1),
+        ("s3", "PUT .*manifest", r"write s3://.*manifest.json", "12 attempts", 1),
     ],
     indirect=["here"],
 )
