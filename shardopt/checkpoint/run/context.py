@@ -14,7 +14,6 @@ from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, New
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.root import Root, refuse_seen_by_some
-from shardopt.checkpoint.sources.own import is_committed
 from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
@@ -180,7 +179,8 @@ class Run:
     def committed_here(self) -> tuple[list[CheckpointId], list[CheckpointId]]:
         """Lists the committed checkpoints that this rank sees: the run's and the others, ascending. Local."""
         ids = self.root.ids()
-        committed = [id for id in ids if self.root.is_committed(id)]
+        committed, unread = self.root.look_at(ids)
+        committed = sorted((*committed, *unread))
         branches = self._branches_with(ids)
         return [id for id in committed if branches.has(id)], [id for id in committed if not branches.has(id)]
 
@@ -302,7 +302,7 @@ class Run:
             raise CheckpointError(
                 "another job has taken this run back while it was looked at", problems, code="run-root"
             )
-        committed = [list(id) for id in ids if is_committed(self.root.checkpoint(id))]
+        committed = [list(id) for id in self.root.committed_or_unread(ids)]
         if committed or not ranks_see_any[0]:  # not where a save of another process has just made the first directory
             refuse_seen_by_some(self.root.url, ranks_see_any)
         return committed
@@ -384,8 +384,9 @@ class Run:
         """Returns the newest checkpoint under the run's root that is not known to be damaged. Collective."""
 
         def find() -> list[int] | None:
-            own = [id for id in self.root.ids() if self.branches.has(id) and self.root.is_committed(id)]
-            return max((list(id) for id in own if self.root.checkpoint(id).url not in damaged), default=None)
+            own = [id for id in reversed(self.root.ids()) if self.branches.has(id)]
+            whole = (id for id in own if self.root.checkpoint(id).url not in damaged and self.root.is_committed(id))
+            return next((list(id) for id in whole), None)
 
         found = self.ranks.on_rank_0(f"looking for checkpoints in {self.root.url}", find)
         return None if found is None else CheckpointId(*found)

@@ -174,7 +174,9 @@ class Keeper(Task):
                 self._noted.pop(id, None)
         own = [id for id in ids if branches.has(id)]
         unwanted = [id for id in ids if branches.is_removed(id)] if branches else []
-        whole = root.committed_of(own)
+        whole, unread = root.committed_of(own)
+        for id, error in unread.items():
+            self._tell_once(root.checkpoint(id).url, "stays, as it cannot be looked at", error, "readable")
         if self._damaged:
             whole = [id for id in whole if root.checkpoint(id).url not in self._damaged]
         if not whole:
@@ -199,7 +201,8 @@ class Keeper(Task):
             )
         # Oldest first, and only below the newest: what is above it may be a save that another process of this job,
         # not dead yet, is about to give up. Links that lead nowhere stay: their archive may be back later.
-        below, known = [id for id in own if id.step < newest and id.step not in keep], {*whole}
+        below = [id for id in own if id.step < newest and id.step not in keep and id not in unread]
+        known = {*whole}
         return unwanted + [id for id in below if id in known or root.checkpoint(id).missing_target() is None]
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:

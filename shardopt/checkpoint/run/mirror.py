@@ -18,8 +18,8 @@ from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import by_numbers
 from shardopt.checkpoint.run.copying import copy_over_ranks
-from shardopt.checkpoint.run.root import refuse_seen_by_some
-from shardopt.checkpoint.sources.own import is_committed, read_manifest
+from shardopt.checkpoint.run.root import committed_or_unread, refuse_seen_by_some
+from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import Storage, hold, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SharedGroup, SideRanks
@@ -210,4 +210,4 @@ def _is_gone(root: Storage, name: str) -> bool:
 def _committed(root: Storage) -> list[str]:
     with wrap_os_errors(f"look into {root.url}"):
         names = root.names()
-    return [name for name in names if is_committed(root.child(name))]
+    return committed_or_unread(root, names)

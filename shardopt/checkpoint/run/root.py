@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -28,7 +29,8 @@ from shardopt.checkpoint.run.branches import (
     read_records,
     record_file,
 )
-from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.own import is_committed, read_manifest
+from shardopt.checkpoint.sources.referred import look_at_each
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
@@ -44,6 +46,7 @@ STREAM_NAME = "stream.json"
 ID_BYTES = 16
 """Of the identity of a run, or of what is published under a root."""
 
+_log = logging.getLogger("shardopt.checkpoint")
 _FORMAT = "shardopt-run"
 _STREAM_FORMAT = "shardopt-stream"
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -119,6 +122,37 @@ def refuse_seen_by_some(url: str, ranks_see: Sequence[bool]) -> None:
         seen = f"checkpoints on rank {ranks_see.index(True)}, and none on rank {ranks_see.index(False)}"
         problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same root", [problem], code="ranks-see-different")
+
+
+def _committed_among(
+    root: Storage, names: Sequence[str], look: Callable[[Storage], bool]
+) -> tuple[list[str], dict[str, CheckpointError]]:
+    """Returns those of some directories that are committed checkpoints, and the errors of those that do not say.
+
+    So one that is out of reach is no obstacle to the others. Who takes it for a checkpoint has its error at the load.
+    """
+    unread: dict[str, CheckpointError] = {}
+
+    def look_at(name: str) -> bool:
+        try:
+            return look(root.child(name))
+        except CheckpointError as error:
+            unread[name] = error
+            return False
+
+    found = look_at_each(look_at, names, root.is_remote)
+    return [name for name, is_there in zip(names, found, strict=True) if is_there], unread
+
+
+def committed_or_unread(root: Storage, names: Sequence[str]) -> list[str]:
+    """Returns those of some directories that a restore may take: checkpoints, and what is out of reach, with a warning.
+
+    There is no harm in an older one. If it is the newest its load raises an error, and nothing older is taken.
+    """
+    found, unread = _committed_among(root, names, is_committed)
+    for name, error in sorted(unread.items()):
+        _log.warning("nobody knows whether %s/%s is a checkpoint: %s", root.url, name, error)
+    return [*found, *unread]
 
 
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
@@ -249,23 +283,38 @@ class Root:
         A link that leads nowhere does not: retention would keep it instead of a checkpoint. To a restore it is a
         candidate all the same (`sources.own.is_committed`).
         """
+        return self._is_committed(self.checkpoint(id))
+
+    def _is_committed(self, checkpoint: Storage) -> bool:
         try:
             with wrap_os_errors(f"look into {self.url}"):
-                return self.checkpoint(id).exists(MANIFEST_NAME)
+                return checkpoint.exists(MANIFEST_NAME)
         except CorruptionError:
             return True
 
-    def committed_of(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
-        """Returns the committed checkpoints among some that `ids` has just listed.
+    def look_at(self, ids: Sequence[CheckpointId]) -> tuple[list[CheckpointId], dict[CheckpointId, CheckpointError]]:
+        """Returns the committed checkpoints among some, and the errors of those that cannot be looked at."""
+        by_name = {id.name: id for id in ids}
+        found, unread = _committed_among(self.storage, [*by_name], self._is_committed)
+        return [by_name[name] for name in found], {by_name[name]: error for name, error in unread.items()}
+
+    def committed_or_unread(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
+        """Returns those of some checkpoints that a restore may take, ascending."""
+        return ids_in(committed_or_unread(self.storage, [id.name for id in ids]))
+
+    def committed_of(
+        self, ids: Sequence[CheckpointId]
+    ) -> tuple[list[CheckpointId], dict[CheckpointId, CheckpointError]]:
+        """Returns as `look_at` those among checkpoints that `ids` has just listed.
 
         On a store, what was found committed before is not asked for again while its directory is listed: a commit is to
         cost one request, however many checkpoints are kept. What others take away there without its directory is
         noticed when the program starts again.
         """
         known = self._committed.intersection(ids) if self.storage.is_remote else frozenset()
-        committed = [id for id in ids if id in known or self.is_committed(id)]
-        self._committed = frozenset(committed)
-        return committed
+        found, unread = self.look_at([id for id in ids if id not in known])
+        committed = self._committed = known.union(found)
+        return [id for id in ids if id in committed], unread
 
     def is_unfinished(self, id: CheckpointId) -> bool:
         """Whether the directory of a step that is not committed has data files. A store makes one only for files."""

@@ -382,7 +382,8 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
             failures[candidate.url] = error
             is_gone = isinstance(error, CheckpointNotFoundError) or error.code == "no-checkpoint"
             what = "gone" if is_gone else "damaged"
-            step = candidate.id.step
-            _log.warning("step %d is %s, resuming from the previous checkpoint: %s", step, what, error)
+            is_last = all(each.url in failures for each in candidates)
+            then = "and there is no other checkpoint" if is_last else "resuming from the previous checkpoint"
+            _log.warning("step %d is %s, %s: %s", candidate.id.step, what, then, error)
         else:
             return Restored(*candidate, report, frozenset(failures) & {each.url for each in candidates})

@@ -8,6 +8,7 @@ which it found them still are, and otherwise takes its own back. Of the two one 
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -33,11 +34,13 @@ from shardopt.world import world
 References = Mapping[str, frozenset[str]]
 """Name of a directory → the names of its data files that checkpoints beside it refer to."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 _MANY = 4  # directories, which are looked at by several threads
 _FAR_THREADS = 32
 _MOST_KEPT = 4096
+_RECORD = re.compile(r"(run|stream|tiers|branch-\d+|step-.+\.metrics)\.json", re.ASCII)
 _lock = world().lock()
 _known: OrderedDict[tuple[str, int, bytes], frozenset[tuple[str, str]]] = OrderedDict()
 """References by a manifest's URL, size and seal: manifests do not change, and those of large models are long."""
@@ -86,8 +89,8 @@ def references_under(root: Storage, but: str | None = None) -> References:
     # Twice, for others may be at work: while one checkpoint is looked at that has not been committed yet, the one that
     # it took its references from may be removed before that is looked at in its turn. The second look sees the first.
     for _ in range(2):
-        directories = [name for name in root.names() if name != but]
-        for found in _each(lambda name: references_of(root.child(name)), directories, root.is_remote):
+        directories = _directories(root, [but])
+        for found in look_at_each(lambda name: references_of(root.child(name)), directories, root.is_remote):
             for beside, name in found:
                 referred[beside].add(name)
         if not directories:
@@ -99,14 +102,17 @@ def require_readable(root: Storage, but: Collection[str]) -> None:
     """Raises what `references_under` would, before anything is removed. Reads only manifests that were not read before.
 
     Args:
-        but: directories that are not looked into. Those named as records of runs are not either: of these there may be
-            as many as of checkpoints.
+        but: directories that are not looked into.
     """
     with _lock:
         known = set(_bytes_of)
-    names = [name for name in root.names() if not (name in but or name.endswith(".json"))]
-    unread = [name for name in names if root.child(name).url not in known]
-    _each(lambda name: references_of(root.child(name)), unread, root.is_remote)
+    unread = [name for name in _directories(root, but) if root.child(name).url not in known]
+    look_at_each(lambda name: references_of(root.child(name)), unread, root.is_remote)
+
+
+def _directories(root: Storage, but: Collection[str | None]) -> list[str]:
+    """Returns the names under a root except those of a run's records, which may be as many as its checkpoints."""
+    return [name for name in root.names() if not (name in but or _RECORD.fullmatch(name))]
 
 
 def referred_in(storage: Storage) -> frozenset[str]:
@@ -217,7 +223,7 @@ def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None
     return None
 
 
-def _each(look: Callable[[str], T], names: Sequence[str], is_remote: bool) -> Iterable[T]:
+def look_at_each(look: Callable[[K], T], names: Sequence[K], is_remote: bool) -> list[T]:
     """Returns the result of `look` for each name; over a network it looks at several names at once."""
     if not is_remote or len(names) < _MANY:
         return [look(name) for name in names]

@@ -6,6 +6,8 @@ import errno
 import json
 import math
 import os
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardopt.checkpoint import Export, Manager, Retention
+from shardopt.checkpoint import Export, Manager, Mirror, Retention
 from shardopt.checkpoint.run import keeper
 from shardopt.checkpoint.run.listing import look_at
 from shardopt.checkpoint.run.metrics import Noted
+from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.storage import LocalStorage, Storage, storage_of
 from shardopt.checkpoint.storage.local import unreadable
-from shardopt.errors import CheckpointError, UnreadableError
+from shardopt.checkpoint.storage.remote import RemoteStorage
+from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
 
 
 def _unreadable_once(
@@ -211,3 +215,67 @@ def test_a_store_that_fails_to_return_metrics_that_were_added_ends_no_removal(
             manager.wait()
         assert manager.steps() == [*range(13), 14] and len(asked) == 4
     assert caplog.text.count("stays, as its metrics cannot be read") == 2
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_only_the_newest_has_to_be_within_reach_for_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mirrored: bool
+) -> None:
+    """Each start ended if any of the steps, however old, could not be looked at."""
+    root, app = tmp_path / "run", {"x": torch.zeros(4)}
+    destinations = [Mirror(str(tmp_path / "mirror"))] if mirrored else []
+
+    def put_out_of_reach(step: int) -> None:
+        directory = root / f"step-{step:08d}"
+        shutil.rmtree(directory)
+        directory.symlink_to(directory.name)
+
+    with Manager(root, destinations=destinations) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, app)
+    put_out_of_reach(1)
+    with Manager(root, keep=1, destinations=destinations) as manager:
+        assert manager.restore(app) == 4
+        assert f"nobody knows whether {root}/step-00000001 is a checkpoint" in caplog.text
+        manager.save(5, app)
+        assert manager.steps() == [1, 2, 3, 4, 5]  # it may refer to files of any
+    assert f"{root}/step-00000001 stays, as it cannot be looked at" in caplog.text
+    if mirrored:  # which has another copy of the newest
+        return
+    with Manager(root) as manager:
+        manager.save(7, app)
+    put_out_of_reach(7)
+    with Manager(root) as manager, pytest.raises(CheckpointError, match="step-00000007"):
+        manager.restore(app)
+
+
+def test_a_store_is_asked_for_several_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore and the first save after it took two round trips for each step that is kept."""
+    with Manager("memory://many-at-once", every=1) as manager:
+        for step in range(6):
+            manager.save(step, {"x": torch.zeros(4)})
+    met = threading.Barrier(6)
+    is_there = RemoteStorage.exists
+
+    def together(self: RemoteStorage, name: str) -> bool:
+        met.wait(20)
+        return is_there(self, name)
+
+    root = Root(storage_of("memory://many-at-once"))
+    ids = root.ids()
+    monkeypatch.setattr(RemoteStorage, "exists", together)
+    assert root.committed_or_unread(ids) == ids == root.committed_of(ids)[0]
+    met.abort()  # what was found stays known
+    assert root.committed_of(ids) == (ids, {})
+
+
+def test_no_earlier_checkpoint_is_announced_where_there_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = {"x": torch.zeros(4)}
+    with Manager(tmp_path) as manager:
+        manager.save(1, app)
+    (tmp_path / "step-00000001/manifest.json").write_text("{}")
+    with Manager(tmp_path) as manager, pytest.raises(CorruptionError):
+        manager.restore(app)
+    assert "step 1 is damaged, and there is no other checkpoint" in caplog.text
