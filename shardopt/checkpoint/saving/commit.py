@@ -53,6 +53,7 @@ class SaveTarget:
 
     def __init__(self, ranks: Ranks, url: str | os.PathLike[str], durable: bool) -> None:
         self._ranks, self._url, self._durable = ranks, url, durable
+        self._is_made = False  # the directory, by this save
 
     def open(self) -> None:
         """Opens the directory, on all ranks, in the first round of the save."""
@@ -65,10 +66,16 @@ class SaveTarget:
             raise _taken(self.storage)
 
     def begin(self, save_id: str) -> None:
-        """Makes the directory, on rank 0."""
-        self.storage.make()
-        if self._ranks.size > 1:
-            write_marker(self.storage, save_id)
+        """Makes the directory, on rank 0. Raises NoSpaceError."""
+        self._is_made = not (self.storage.is_remote or os.path.isdir(self.storage.url))
+        try:
+            with explain_no_space(self.storage, "a directory", int, int, save_id):
+                self.storage.make()
+                if self._ranks.size > 1:
+                    write_marker(self.storage, save_id)
+        except BaseException:
+            self._remove_made()
+            raise
 
     def wait(self, save_id: str) -> None:
         """Waits until this rank may write; on ranks other than rank 0."""
@@ -90,6 +97,13 @@ class SaveTarget:
         # commit that it does not know of.
         if self._ranks.rank == 0:
             discard(self.storage, save_id)
+            self._remove_made()
+
+    def _remove_made(self) -> None:
+        """Removes the directory again if this save has made it, and it is empty: each costs an inode."""
+        if self._is_made:
+            with suppress(OSError):  # the error that is being raised must not be hidden by another
+                self.storage.remove_if_empty()
 
 
 def refuse_committed(storage: Storage) -> None:

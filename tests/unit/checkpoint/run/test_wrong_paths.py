@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import LocalStorage, direct
 from shardopt.cli import main
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, FormatError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, FormatError, NoSpaceError
 from tests.harness import Fault
 from tests.harness.faults import watched
 
@@ -174,6 +174,19 @@ def test_a_disk_without_inodes(tmp_path, monkeypatch):
         checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
     (problem,) = caught.value.problems
     assert problem.found.startswith("1 inode and ") and problem.required.endswith(", and an inode for each file")
+
+
+@pytest.mark.parametrize("operation", ["os:mkdir", "os:open"])
+def test_a_directory_that_takes_the_last_inode_or_gets_none(tmp_path, operation):
+    """That there is no inode for a directory was another error; and each failed save left one without a file."""
+    with watched([Fault(0, operation, action="ENOSPC")], []), pytest.raises(NoSpaceError) as caught:
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    assert "make room" in caught.value.problems[0].remedy
+    assert not (tmp_path / "c").exists()
+    (tmp_path / "c").mkdir()
+    with watched([Fault(0, "os:open", action="ENOSPC")], []), pytest.raises(NoSpaceError):
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    assert (tmp_path / "c").is_dir()  # which this save has not made
 
 
 def test_other_errors_of_the_system_stay_as_they_are(tmp_path):
