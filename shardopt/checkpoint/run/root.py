@@ -170,6 +170,7 @@ class Root:
         self.storage, self.url, self._publishes = storage, storage.url, publishes
         self.is_on_hosts = self.url.startswith(PREFIX)
         """Whether it is in the memory of hosts, where no run is kept, and the host that had the records may be lost."""
+        self._stream_id: str | None = None  # of a publisher, to write the record again
         self._has_stream = False  # at any listing: one that was emptied since may have lost the record first
         self.names: frozenset[str] = frozenset()
         """The names directly under the root, as of the last listing."""
@@ -215,6 +216,8 @@ class Root:
             self.names, self.listed = frozenset(names), tuple(ids)
             self._has_stream = self._has_stream or STREAM_NAME in names
             self.records = read_records(self.storage, names, self.records)
+            if self._stream_id is not None and STREAM_NAME not in names:  # a lifecycle rule has removed it
+                self._write_stream(self._stream_id)
         return ids
 
     def branches(self) -> Branches:
@@ -240,13 +243,22 @@ class Root:
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):
             found, required = kinds[not self._publishes], kinds[self._publishes]
-            problem = Problem(self.url, found, required, "give each of them a directory of its own")
+            remedy = "give each of them a directory of its own"
+            if self._publishes and not has_record:
+                remedy += f"; if this is a publisher's, whose {STREAM_NAME} something else has removed, remove the rest"
+            problem = Problem(self.url, found, required, remedy)
             raise CheckpointError("a run and a publisher cannot share a root", [problem], code="run-root")
         _in_use[self.url] = self
         if self._publishes and not has_record:
             with wrap_os_errors(f"write {self.url}/{STREAM_NAME}"):
                 self.storage.make()
-                self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT, id=world().random_name(ID_BYTES)))
+                self._write_stream(world().random_name(ID_BYTES))
+        if self._publishes and not self.is_on_hosts:
+            with contextlib.suppress(CorruptionError):
+                self._stream_id = self._stream()
+
+    def _write_stream(self, id: str) -> None:
+        self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT, id=id))
 
     def _stream(self) -> str | None:
         """Returns the identity of the stream; None without a record. Raises CheckpointError and CorruptionError."""

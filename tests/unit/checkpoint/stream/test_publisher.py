@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import time
 
 import pytest
@@ -287,6 +288,27 @@ def test_a_run_and_a_publisher_refuse_each_others_root(tmp_path):
     assert sorted(os.listdir(tmp_path / "stream")) == ["step-00000005", "stream.json"]
     with checkpoint.Publisher(tmp_path / "stream") as publisher:
         publisher.publish(6, model)
+
+
+def test_a_record_that_a_rule_of_the_store_removes_is_written_again(tmp_path):
+    """The next publisher took the root for that of a run."""
+    model, record = {"w": torch.arange(4.0)}, tmp_path / "stream.json"
+    with checkpoint.Publisher(tmp_path) as publisher:
+        publisher.publish(1, model).result()
+        had = record.read_bytes()
+        record.unlink()
+        for step in (2, 3):
+            publisher.publish(step, model).result()
+        assert record.read_bytes() == had
+    with checkpoint.Publisher(tmp_path) as publisher:
+        publisher.publish(4, model).result()
+    record.unlink()
+    with checkpoint.Publisher(tmp_path) as publisher, pytest.raises(CheckpointError) as caught:
+        publisher.publish(5, model)
+    assert "whose stream.json something else has removed, remove the rest" in str(caught.value)
+    shutil.rmtree(tmp_path)
+    with checkpoint.Publisher(tmp_path) as publisher:
+        publisher.publish(5, model)
 
 
 @pytest.mark.parametrize("publisher_first", [True, False])
