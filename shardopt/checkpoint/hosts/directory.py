@@ -186,7 +186,10 @@ class HostDirectory:
             status = os.lstat(above)
             is_shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
             if status.st_uid not in (0, os.geteuid()) or is_shared:
-                raise _refused(self.path, f"that others may replace it, as {above} is theirs too")
+                remedy = "name a directory below another one, that only root or this user can write to"
+                if status.st_uid in (0, os.geteuid()):
+                    remedy = f"chmod +t {above}, so that users replace only what is theirs; or {remedy}"
+                raise _refused(self.path, f"that others may replace it, as {above} is theirs too", remedy)
             if len(left) <= 1:
                 return  # the last one is looked at where it is opened
             part = left.pop(0)
@@ -218,7 +221,8 @@ class HostDirectory:
         return identity
 
 
-def _refused(path: str, found: str) -> CheckpointError:
-    remedy = "remove it, or name a directory that does not exist yet"
+def _refused(
+    path: str, found: str, remedy: str = "remove it, or name a directory that does not exist yet"
+) -> CheckpointError:
     problem = Problem(path, found, "a directory of only this user, of mode 0700", remedy)
     return CheckpointError("a host's own directory cannot be used", [problem], code="host-directory")

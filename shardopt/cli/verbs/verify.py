@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.run.branches import parse_id
 from shardopt.checkpoint.run.metrics import record_name
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary, storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
 from shardopt.cli.output import Output, Span
@@ -48,7 +50,10 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
         if root not in complete:
             results.append(_verify(output, url))
             continue
-        output.line(f"{url}: ", Span("no manifest: a save is under way, or broke off, or it was removed", "yellow"))
+        what = "a save is under way, or broke off, or it was removed"
+        if _is_base(storage_of(url)):
+            what = "a removed step, of which later ones need these files"
+        output.line(f"{url}: ", Span(f"no manifest: {what}", "yellow"))
         results.append({"url": url, "ok": None})
     output.data({"checkpoints": results})
     return 0 if complete and all(result["ok"] is not False for result in results) else 1
@@ -77,6 +82,13 @@ def _is_unfinished(step: Storage, is_listed: bool) -> bool:
         return False
     ours = {name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)}
     return names == ours and (is_listed or Root(step).is_there())
+
+
+def _is_base(step: Storage) -> bool:
+    """Whether checkpoints beside it refer to its files."""
+    with suppress(ShardoptError, OSError):
+        return bool(referred_in(step))
+    return False
 
 
 def _is_outlived(step: Storage) -> bool:

@@ -335,6 +335,16 @@ def test_verify_takes_a_root_or_a_pattern_beside_a_save_under_way(tmp_path, caps
     assert main(["verify", *pattern]) == 1
 
 
+def test_verify_says_that_a_removed_step_is_a_base(tmp_path, capsys):
+    w = torch.zeros(64, 64)
+    with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
+        for step in (1, 2, 3):
+            w[step] = 1
+            manager.save(step, {"w": w, "same": torch.ones(64, 64)})
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "step-00000001: no manifest: a removed step, of which later ones need these files" in capsys.readouterr().out
+
+
 def test_verify_takes_no_step_for_damaged_that_retention_removes_meanwhile(tmp_path, monkeypatch, capsys):
     from shardopt.checkpoint.converting import verify
 

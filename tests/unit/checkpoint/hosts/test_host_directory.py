@@ -104,9 +104,13 @@ def test_a_link_of_this_user_above_is_followed_where_nobody_else_can_change_what
     (shared / "real").mkdir(mode=0o700)
     (tmp_path / "out").symlink_to(shared / "real")
     (tmp_path / "round").symlink_to(tmp_path / "round")
+    with pytest.raises(CheckpointError, match=f"chmod \\+t {shared}, so that"):
+        HostDirectory(str(shared / "real" / "run"))
     for name in ("out", "round"):
         with pytest.raises(CheckpointError, match="a host's own directory cannot be used"):
             HostDirectory(str(tmp_path / name / "run"))
+    shared.chmod(0o1777)
+    assert HostDirectory(str(shared / "real" / "run")).identity
 
 
 def test_nothing_but_regular_files_of_its_own_is_opened(tmp_path):
