@@ -66,7 +66,8 @@ class AfterCommit:
     def __init__(self, run: Run, tiers: Tiers | None, exporter: Exporter | None, stop_seconds: float | None) -> None:
         self._run, self.tiers, self._mirror, self._exporter = run, tiers, run.mirror, exporter
         self._keeper, self._stop_seconds = Keeper(run, self._in_use), stop_seconds
-        self.copying: list[Task] = [each for each in (tiers, run.mirror) if each is not None]
+        of_tiers = [] if tiers is None else [tiers, tiers.promotions]
+        self.copying: list[Task] = [*of_tiers, *([] if run.mirror is None else [run.mirror])]
         self._known: dict[CheckpointId, _Known] = {}  # the same ones on all ranks
         self._committing = world().lock()
         self.base: str | None = None

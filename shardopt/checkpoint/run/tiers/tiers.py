@@ -5,7 +5,8 @@ from the training's state, in one thread with rounds of its own:
 
 copy       each host fetches its neighbours' files, until each file is on `copies` hosts
 clear      what is older than the last `keep_last` that are copied is removed; the next save is written over its files
-promote    the files go to the slower tiers that are due as well, and to the root
+promote    the files go to the slower tiers that are due as well
+to root    in another thread, with rounds of its own: a root out of reach delays nothing of this
 
 Here is what the run asks of its tiers; `work.py` has what is done for a checkpoint, in its turn.
 """
@@ -36,7 +37,8 @@ class Tiers(Task):
     """The tiers of a run, the fastest first. All ranks make the same calls.
 
     Attributes:
-        failures: of promotions.
+        failures: of promotions to slower tiers.
+        promotions: to the root, with the failures of these.
         paths: of the tiers.
         lacking: the checkpoints that were whole on no tier at the last look, as they lack files, which hosts that are
             away may have; with the error of each.
@@ -47,10 +49,11 @@ class Tiers(Task):
         self.paths = tuple(tier.path for tier in tiers)
         self.lacking: Mapping[CheckpointId, ShardoptError] = {}
         self._copied: list[list[Candidate]] = [[] for _ in tiers]  # that had their copies at the last look, by tier
-        self._side = SideRanks("the tiers of a run")
+        self._side, self._to_root = SideRanks("the tiers of a run"), SideRanks("the root behind tiers")
         self._alone: Ranks | None = None
         self._work = TierWork(run, self._tiers)
         super().__init__(self._work)
+        self.promotions = Task(self._work.promotions)
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
         self._own: list[Hosts] = []  # and are marked as the run's
         self._led: list[str] = []  # directories of the hosts that this rank leads
@@ -69,7 +72,8 @@ class Tiers(Task):
                     hosts.directory.refuse_replaced()
             except (NoSpaceError, OSError):
                 self._alone = None
-        self._side.of(self._ranks)
+        for side in (self._side, self._to_root):
+            side.of(self._ranks)
         hosts_now = self._hosts()
         if hosts_now != self._met:
             domains = [tier.domain for tier in self._tiers]
@@ -80,7 +84,7 @@ class Tiers(Task):
     @property
     def are_connected(self) -> bool:
         """Whether `prepare` has connected the hosts of the ranks that there are now; the same on all of them. Local."""
-        return bool(self._met) and self._side.are_beside(self._ranks)
+        return bool(self._met) and self._to_root.are_beside(self._ranks)
 
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, once, before anything is written. Collective."""
@@ -103,9 +107,11 @@ class Tiers(Task):
         """
         self.prepare()
         self._claim()
-        superseded = self._ranks.on_rank_0(
-            "making room on tiers", lambda: [(job.tier, *job.id) for job in self._work.supersede()]
+        superseded, needless = self._ranks.on_rank_0(
+            "making room on tiers",
+            lambda: [[(job.tier, *job.id) for job in self._work.supersede()], self._work.promotions.supersede()],
         )
+        self._work.promotions.give_up([CheckpointId(*id) for id in needless])
         for number, *id in superseded:
             clear_shares(self._hosts()[number], CheckpointId(*id).__eq__)
 
@@ -131,7 +137,8 @@ class Tiers(Task):
         tier = self._number_of(url)
         ranks = self._side.of(self._ranks)  # made by `prepare`
         onto = [] if tier is None else [other for other in self._due(id.step) if other > tier]
-        self._work.begin(Job(id, ranks, self._hosts(), tier, onto, to_root and tier is not None, then, is_restored))
+        to_root, root_ranks = to_root and tier is not None, self._to_root.of(self._ranks)
+        self._work.begin(Job(id, ranks, self._hosts(), tier, onto, to_root, then, is_restored, root_ranks))
 
     def promoting(self) -> frozenset[str]:
         """Returns the names of checkpoints that come to the root now or later, and must not be removed."""
@@ -199,7 +206,8 @@ class Tiers(Task):
         if restored is not None:
             self._claim()
         self._clear(f"clearing what is newer than step {max(step, 0)}", unwanted, spares=True)
-        self.failures.take()  # of what came to nothing before, and was logged
+        for each in (self, self.promotions):
+            each.failures.take()  # of what came to nothing before, and was logged
         damaged = frozenset() if restored is None else restored.damaged
         copied = [
             [id for id, url in each if id.step <= step and branches.has(id) and url not in damaged]
@@ -228,6 +236,10 @@ class Tiers(Task):
                 self._remove_spares()  # those of ranks that there are no more too
 
         self._ranks.agree(what, work=clear)
+
+    def finish(self) -> None:
+        super().finish()
+        self.promotions.finish()
 
     def close(self) -> None:
         """Waits as `finish` does, and removes the spare files for the next save. Raises a failure."""

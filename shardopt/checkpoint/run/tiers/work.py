@@ -1,4 +1,4 @@
-"""Copies, repairs and promotes a checkpoint of a tier, from the files that hosts have of it."""
+"""Copies and repairs a checkpoint of a tier, from the files that hosts have of it, and promotes it to slower tiers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.background import Turns
 from shardopt.checkpoint.run.branches import CheckpointId, ids_in
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.destinations import Tier
+from shardopt.checkpoint.run.tiers.promotions import Arrival, Promotions
 from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.storage import wrap_os_errors
+from shardopt.checkpoint.storage.retry import run_in_thread
 from shardopt.errors import CheckpointError, NoSpaceError
 from shardopt.ranks import Ranks
-from shardopt.world import world
+from shardopt.world import Future, world
 
+_LOOK_SECONDS = 1.0  # that a copy may be late for the root, where it is out of reach
+_AWAY_SECONDS = 10.0  # after which a root without an answer is
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -33,7 +36,7 @@ class Job:
     """The work to do for a committed checkpoint.
 
     Args:
-        ranks: of the side channel on which it is done.
+        ranks, to_root_ranks: of the side channels on which it is done, and on which the root gets it.
         hosts: by the number of the tier.
         tier, onto: numbers of tiers; that which has it (None: the root alone), and the slower ones that are to get it.
         to_root: whether the root is to get it.
@@ -50,6 +53,7 @@ class Job:
     to_root: bool
     then: Callable[[], None]
     is_restored: bool
+    to_root_ranks: Ranks
     given_up: bool = False
 
     @property
@@ -71,7 +75,13 @@ class TierWork(Turns[Job]):
     def __init__(self, run: Run, tiers: Sequence[Tier]) -> None:
         super().__init__(self._do_one, self._describe, "shardopt-tiers", low_priority=True)
         self._tiers, self._run, self._root = tiers, run, run.root
+        self.promotions = Promotions(run.root)
         self.begin_from(None, [()] * len(tiers))
+
+    def reset(self) -> None:
+        super().reset()
+        self._look: Future[object] | None = None
+        self._looked_at = 0.0
 
     def supersede(self) -> list[Job]:
         """Drops and returns waiting copies that a newer one makes needless. On rank 0."""
@@ -83,7 +93,8 @@ class TierWork(Turns[Job]):
 
     def promoting(self) -> frozenset[str]:
         """Returns the names of checkpoints that come to the root now or later."""
-        return frozenset(job.id.name for job in self.jobs if job.to_root)
+        # In this order: the first begins the second.
+        return frozenset(job.id.name for job in self.jobs if job.to_root) | self.promotions.names()
 
     def is_newest(self, job: Job) -> bool:
         """Whether no newer job of a tier waits, which would be copied next."""
@@ -112,7 +123,7 @@ class TierWork(Turns[Job]):
     def do(self, job: Job) -> None:
         """Does the work for a checkpoint. Collective, on the job's ranks."""
         if job.tier is None:
-            job.then()
+            self.promotions.begin(Arrival(job.id, job.to_root_ranks, None, job.then))
             return
         ranks, id, source = job.ranks, job.id, job.hosts[job.tier]
         wanted = ranks.on_rank_0(
@@ -135,8 +146,7 @@ class TierWork(Turns[Job]):
             else:
                 self._copy(ranks, target, number, id)
         if job.to_root:
-            copy_over_ranks(ranks, whole, self._root.checkpoint(id), lambda: (whole.manifest, whole.record))
-            job.then()
+            self.promotions.begin(Arrival(id, job.to_root_ranks, whole, job.then))
 
     def _mend(self, ranks: Ranks, hosts: Hosts, id: CheckpointId) -> None:
         """Makes each host verify its files of a checkpoint, and fetch damaged ones from a host with intact ones."""
@@ -174,16 +184,22 @@ class TierWork(Turns[Job]):
             emit_report("copy", report, for_all=ranks.rank == 0)
         newest = sorted(each for each in self._copied[number] if each.branch == id.branch)[-tier.keep_last :]
         self._copied[number] = set(newest)
-        is_full = len(newest) == tier.keep_last
+        is_full, promoting = len(newest) == tier.keep_last, self.promoting()
 
         def unwanted(other: CheckpointId) -> bool:
+            if other.name in promoting:
+                return False
             if is_full and (other.branch < id.branch or (other.branch == id.branch and other.step < newest[0].step)):
                 return True
             # Older ones that are not copied never will be; this one is there.
             return other.branch == id.branch and other < id and other not in (*newest, self._restored)
 
         def has_left(other: CheckpointId) -> bool:
-            return other.branch < id.branch and not self._run.branches.has(other, id.branch)
+            return (
+                other.name not in promoting
+                and other.branch < id.branch
+                and not self._run.branches.has(other, id.branch)
+            )
 
         if may_remove:
             # With the new ones there are never more than `keep_last`, as a tier may have room for no more.
@@ -191,9 +207,17 @@ class TierWork(Turns[Job]):
         return whole
 
     def _may_remove(self) -> bool:
-        """Whether no other job has taken the run back, as far as the root can be read. On rank 0."""
-        with suppress(CheckpointError):  # with its root out of reach a run goes on
-            self._root.ids()
+        """Whether no other job has taken the run back, as far as the root can be read. On rank 0.
+
+        With its root out of reach a run goes on. So a look at it is waited for a moment, once, and counts when it ends.
+        """
+        begin = world().monotonic()
+        if self._look is None or self._look.done():
+            self._look, self._looked_at = run_in_thread(self._root.ids), begin
+            with suppress(CheckpointError, TimeoutError):
+                self._look.result(_LOOK_SECONDS)
+        has_failed = self._look.done() and self._look.exception() is not None
+        self.promotions.looks_away = has_failed or (not self._look.done() and begin - self._looked_at > _AWAY_SECONDS)
         return self._run.may_remove()
 
     def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, id: CheckpointId) -> None:

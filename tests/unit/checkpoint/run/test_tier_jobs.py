@@ -7,13 +7,21 @@ from types import SimpleNamespace
 import pytest
 
 from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.tiers import promotions, work
+from shardopt.checkpoint.run.tiers.promotions import Arrival, Promotions
 from shardopt.checkpoint.run.tiers.work import Job, TierWork
+from shardopt.errors import CheckpointError, CheckpointExistsError
 
-ALONE = SimpleNamespace(beating=nullcontext)
+ALONE = SimpleNamespace(
+    beating=nullcontext,
+    on_rank_0=lambda what, decide: decide(),
+    agree=lambda what, work, report, decide: (None, decide([report(work())])),
+    rank=0,
+)
 
 
 def job(step, tier=0, onto=(), to_root=False, is_restored=False):
-    return Job(CheckpointId(step), ALONE, (), tier, onto, to_root, lambda: None, is_restored)
+    return Job(CheckpointId(step), ALONE, (), tier, onto, to_root, lambda: None, is_restored, ALONE)
 
 
 class Held:
@@ -74,3 +82,90 @@ def test_the_failure_of_a_promotion_is_taken_once_and_that_of_a_copy_is_not(fail
     assert [step for step, _ in held.finish()] == [1, 2]  # what waits is done all the same
     assert (str(held.queue.failures.take()) == "step 1") == raised
     assert held.queue.failures.take() is None
+
+
+class Away:
+    """Promotions to a root that fails until it is back; notes the attempts, and the steps that have arrived."""
+
+    def __init__(self, monkeypatch, error):
+        self.tried, self.arrived, self.is_back, self.error = [], [], threading.Event(), error
+        self.meanwhile = lambda: None
+        monkeypatch.setattr(promotions, "copy_over_ranks", self.copy)
+        monkeypatch.setattr(promotions, "_POLL_SECONDS", 0.01)
+        self.queue = Promotions(SimpleNamespace(url="s3://a/run", checkpoint=lambda id: id))
+
+    def copy(self, ranks, whole, target, read):
+        self.tried.append(target.step)
+        if not self.is_back.is_set():
+            self.meanwhile()
+            raise self.error
+
+    def begin(self, step, from_tier=True):
+        whole = SimpleNamespace(manifest=None, record=b"") if from_tier else None
+        self.queue.begin(Arrival(CheckpointId(step), ALONE, whole, lambda: self.arrived.append(step)))
+
+
+def wait_until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it does not come")
+
+
+def test_while_the_root_is_away_its_newest_step_waits_and_makes_way_for_newer_ones(monkeypatch, caplog):
+    """Each that was due for the root stayed on its tier, which had no room for the next saves in the end."""
+    monkeypatch.setattr(promotions, "_PAUSE_SECONDS", 0.0)
+    away = Away(monkeypatch, CheckpointError("no answer"))
+    first = threading.Event()
+    away.meanwhile = lambda: first.wait(20)
+    for step in (4, 8, 12, 16):
+        away.begin(step)
+    away.begin(18, from_tier=False)
+    assert away.queue.supersede() == []  # it is not known yet
+    away.queue.looks_away = True
+    wait_until(lambda: away.tried)
+    assert away.queue.names() == {CheckpointId(step).name for step in (4, 8, 12, 16)}
+    assert [id.step for id in away.queue.supersede()] == [8, 12] and away.queue.supersede() == []
+    assert away.queue.names() == {CheckpointId(step).name for step in (4, 16)}  # others may be removed from tiers
+    first.set()
+    wait_until(lambda: away.tried.count(16) >= 3)  # again and again
+    away.is_back.set()
+    away.queue.finish()
+    assert away.arrived == [16, 18] and set(away.tried) == {4, 16} and away.queue.failures.take() is None
+    assert caplog.text.count("does not come to s3://a/run") == 3
+    away.queue.looks_away = False
+    assert away.queue.supersede() == []
+
+
+def test_a_root_that_never_answers_is_an_error_once_somebody_waits_for_it(monkeypatch):
+    away = Away(monkeypatch, CheckpointError("no answer"))
+    away.begin(4)
+    wait_until(lambda: away.tried)
+    assert away.queue.failures.take() is None  # the next save goes on
+    away.queue.finish()
+    assert str(away.queue.failures.take()) == "no answer [storage-failed]" and away.arrived == []
+    assert away.tried == [4, 4]  # once more
+
+
+def test_what_no_answer_of_the_root_would_change_is_raised_at_once(monkeypatch):
+    away = Away(monkeypatch, CheckpointExistsError("another run", code="run-root"))
+    away.begin(4)
+    wait_until(lambda: away.queue.failures.newest)
+    assert isinstance(away.queue.failures.take(), CheckpointExistsError) and away.tried == [4]
+
+
+def test_a_root_without_an_answer_is_waited_for_once(monkeypatch):
+    """Each copy on hosts waited for all attempts to list it, about 23 seconds."""
+    answer, asked = threading.Event(), []
+    root = SimpleNamespace(url="s3://a/run", ids=lambda: asked.append(1) or answer.wait(20))
+    queue = TierWork(SimpleNamespace(root=root, may_remove=lambda: True), ())
+    monkeypatch.setattr(work, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(work, "_AWAY_SECONDS", 1e9)
+    assert queue._may_remove() and queue._may_remove() and len(asked) == 1 and not queue.promotions.looks_away
+    monkeypatch.setattr(work, "_AWAY_SECONDS", 0.0)
+    assert queue._may_remove() and len(asked) == 1 and queue.promotions.looks_away
+    answer.set()
+    wait_until(queue._look.done)
+    monkeypatch.setattr(work, "_LOOK_SECONDS", 20.0)
+    assert queue._may_remove() and len(asked) == 2 and not queue.promotions.looks_away

@@ -1,0 +1,71 @@
+"""Runs with tiers whose root cannot be reached for a while."""
+
+import logging
+import os
+import threading
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint.run.tiers import promotions
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage.retry import Requests, exhausted
+from shardopt.errors import CheckpointError
+
+
+@pytest.fixture
+def away(monkeypatch):
+    """An event; while it is set no request to a store is answered."""
+    event, repeat = threading.Event(), Requests.repeat
+
+    def repeat_or_fail(self, doing, function):
+        if event.is_set():
+            raise exhausted(doing, "8 attempts within 23.4 s")
+        return repeat(self, doing, function)
+
+    monkeypatch.setattr(Requests, "repeat", repeat_or_fail)
+    monkeypatch.setattr(promotions, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(promotions, "_PAUSE_SECONDS", 0.1)
+    return event
+
+
+def steps_in(path):
+    return sorted(int(name.removeprefix("step-")) for name in os.listdir(path) if name.startswith("step-"))
+
+
+def test_saves_to_a_tier_go_on_while_the_root_is_away_and_its_newest_step_arrives_later(tmp_path, away, caplog):
+    """Copies waited for the root, and so did what was due for it, on the tier: until the next save raised."""
+    caplog.set_level(logging.INFO)
+    root, tier = "memory://away-for-a-while", tmp_path / "tier"
+    destinations = [checkpoint.Tier(str(tier), every=1, keep_last=2)]
+    with checkpoint.Manager(root, every=3, destinations=destinations) as manager:
+        for step in range(1, 4):
+            manager.save(step, {"x": torch.full((4,), float(step))})
+        manager.wait()
+        away.set()
+        for step in range(4, 21):
+            manager.save(step, {"x": torch.full((4,), float(step))})
+            manager._tiers._turns.finish()  # copies on hosts, which wait for nothing
+        # The two that have their copies, one that is being tried, one that waits, and what the next save removes.
+        assert len(steps_in(tier)) <= 5 and {18, 19, 20} <= set(steps_in(tier))
+        away.clear()
+        manager.wait()
+    arrived = [int(name[-2:]) for name in storage_of(root).names() if name.startswith("step-")]
+    assert arrived[0] == 3 and arrived[-1] == 18 and "step 6 does not come to memory:///away-for-a-while" in caplog.text
+    app = {"x": torch.zeros(4)}
+    with checkpoint.Manager(root, every=2) as manager:
+        assert manager.restore(app) == 18 and app["x"].eq(18).all()
+
+
+def test_a_program_ends_with_an_error_if_its_root_never_answers(tmp_path, away):
+    destinations = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    with (
+        pytest.raises(CheckpointError, match="8 attempts within"),
+        checkpoint.Manager("memory://away-for-ever", every=2, destinations=destinations) as manager,
+    ):
+        manager.save(1, {"x": torch.zeros(4)})
+        away.set()
+        for step in (2, 3, 4, 5):
+            manager.save(step, {"x": torch.zeros(4)})
+    assert steps_in(tmp_path / "tier")[-1] == 5
