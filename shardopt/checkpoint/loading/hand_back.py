@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
 from torch.optim import Optimizer
@@ -28,7 +30,13 @@ _REFUSED = (
     'Strictness(unexpected="ignore")'
 )
 _FEW = 64
-"""As many entries as a container of optimizers may have at most."""
+"""Of as many entries a container shows whether it has optimizers; one with data may have millions."""
+_VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    **{each: each.__iter__ for each in (list, tuple, deque)},
+}
+_DEPTH = 3
+"""So many containers may be around an optimizer, each within the next."""
 _REFUSALS: frozenset[Code] = frozenset(
     ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
 )
@@ -128,7 +136,7 @@ def _by_class_again(optimizer: Optimizer) -> None:
 def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
     finds_them = hasattr(type(optimizer), PARAM_GROUPS)  # by a property
-    kept, new = None if finds_them else getattr(optimizer, PARAM_GROUPS, None), state.get(PARAM_GROUPS)
+    kept, new = () if finds_them else getattr(optimizer, PARAM_GROUPS, ()), state.get(PARAM_GROUPS)
     old = None
     if isinstance(kept, list) and isinstance(new, list) and _are_others(kept, new):
         if PARAM_GROUPS in vars(optimizer):
@@ -140,8 +148,11 @@ def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     try:
         type(optimizer).__setstate__(optimizer, state)
     finally:
-        if old is not None and vars(optimizer).get(PARAM_GROUPS) is old:  # not set by the class
+        if old is not None and vars(optimizer).get(PARAM_GROUPS) is old:  # not set by the class, which may write there
             vars(optimizer)[PARAM_GROUPS] = kept
+            for group, values in zip(kept, old or (), strict=True):
+                group.clear()
+                group.update(values)
 
 
 def _are_others(groups: list[Any], new: list[Any]) -> bool:
@@ -152,19 +163,31 @@ def _are_others(groups: list[Any], new: list[Any]) -> bool:
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
     """Returns an optimizer, and those that it has as attributes or in containers that are attributes, at any depth.
 
-    Another object may be given too. Of its containers only plain, small ones are looked through: it may have data.
+    Another object may be given too.
     """
-    found = [optimizer]
+    found, seen = [optimizer], {id(optimizer)}
     for each in found:  # it grows
-        for value in vars(each).values():
-            if isinstance(each, Optimizer):
-                is_looked_through = isinstance(value, dict | list | tuple)
-            else:
-                is_looked_through = type(value) in (dict, list, tuple) and len(value) <= _FEW
-            values = value.values() if is_looked_through and isinstance(value, dict) else value
-            values = values if is_looked_through else (value,)
-            found += [inner for inner in values if isinstance(inner, Optimizer) and inner not in found]
+        for inner in chain.from_iterable(_optimizers_in(value, _DEPTH) for value in [*vars(each).values()]):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(inner)
     return found
+
+
+def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
+    """Returns an optimizer itself, or those in a container.
+
+    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does.
+    """
+    if isinstance(value, Optimizer):
+        return [value]
+    values = next((values for each, values in _VALUES_OF.items() if depth and isinstance(value, each)), None)
+    if values is None:
+        return []
+    entries = iter(values(value))
+    first = [*islice(entries, _FEW)]  # at once, as a thread may add some
+    found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
+    return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:

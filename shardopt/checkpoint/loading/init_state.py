@@ -16,7 +16,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -26,7 +26,13 @@ from torch.optim import LBFGS, Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.strictness import Strictness
-from shardopt.checkpoint.loading.torchs.made_state import TorchsState, of_other_algorithms, stored_state, torchs_state
+from shardopt.checkpoint.loading.torchs.made_state import (
+    TorchsState,
+    of_other_algorithms,
+    stored_dtypes,
+    stored_state,
+    torchs_state,
+)
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
@@ -90,7 +96,7 @@ def init_unstepped(
         what: names the load in errors.
         look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
         takes_back: whether state goes that was stepped since a step at which the run had none.
-        extends: whether state that is there gets what it lacks of the stored.
+        extends: whether state that is there gets what it lacks of the stored, also of classes that are not torch's.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -188,6 +194,7 @@ def _changes(
         stored_all: under its own keys, also with what is not selected.
     """
     manifest, chosen = names.manifest, names.chosen
+    saved_as = cache(partial(stored_dtypes, flat, manifest, stored_all))  # once for all optimizers, and if at all
     roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
     stored_below = keys_below(stored_paths(manifest), roots)
     here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
@@ -197,7 +204,7 @@ def _changes(
         whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
         if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
             continue  # each has what the other has
-        torchs = torchs_state(each, own, manifest, flat, stored_all)
+        torchs = torchs_state(each, own, manifest, flat.tied, saved_as)
         if torchs is not None:
             live = set(_live_names(each, flat, here, chosen))
             absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
@@ -207,7 +214,9 @@ def _changes(
             if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
                 forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
             others = of_other_algorithms(each, manifest, flat.tied, other_class)
-            extend = torchs.lacking(live - forget.keys() - set(others)) if extends else {}
+            # torch's own classes step with what the stored options ask for, which a load takes in any case.
+            is_due = extends or makes_lazy_state_as_torch(torchs.optimizer)
+            extend = torchs.lacking(live - forget.keys() - set(others)) if is_due else {}
             absent = torchs.stored.keys() - (live - forget.keys())
             yield key, _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
             continue
@@ -225,17 +234,8 @@ def _changes(
             kept, make = sorted(surplus - unstepped - forget.keys()), sorted(saved - live)
             entries = stored_state(each, own, manifest, name_here) if make else {}
             entries = {name: entries.get(flat.tied.get(name, name), {}) for name in make}
-            yield (
-                key,
-                _Change(
-                    optimizer,
-                    make,
-                    sorted(unstepped),
-                    kept,
-                    forget,
-                    entries=_known_entries(each, entries, flat, manifest),
-                ),
-            )
+            known_entries = _known_entries(each, entries, flat, manifest)
+            yield key, _Change(optimizer, make, sorted(unstepped), kept, forget, entries=known_entries)
         elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
             name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
         ):
@@ -327,7 +327,7 @@ def without_incomplete_state(names: Names, flat: FlatState, strictness: Strictne
     for target in targets:
         stored = _stored_entries(target, below[target.path], flat)
         strange = _of_others(target, stored, names, flat)
-        torchs = torchs_state(target, below[target.path], names.manifest, flat)
+        torchs = torchs_state(target, below[target.path], names.manifest, flat.tied)
         if torchs is not None:
             found = _incomplete_of_torchs(torchs, stored, strange)
         elif hasattr(target.object, "incomplete_state"):

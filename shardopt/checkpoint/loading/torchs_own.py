@@ -129,13 +129,13 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
         values: that were loaded, by key.
     """
     lines, algorithms, begins = dict[str, None](), dict[str, None](), set[str]()
+    of_all = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
     for target in flat.targets:
         optimizer, numbered = target.object, target.numbered
         if numbered is None or not isinstance(optimizer, Optimizer):
             continue
-        plateaus = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
-        plateaus = [each for each in plateaus if each.optimizer is optimizer]
-        for here, stored in _options_of_groups(target, flat, values):
+        plateaus = [each for each in of_all if each.optimizer is optimizer]
+        for number, here, stored in _options_of_groups(target, flat, values):
             if other := other_algorithm(stored, numbered.algorithm):
                 told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
                 algorithms[f"{join(target.path)}: {told}"] = None
@@ -145,7 +145,10 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
                 begin = _BEGINS.get(option, "")
                 begin = begin if begin in here else ""
                 ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
-                if not _is_same(ours, theirs) and not (option == "lr" and _is_reduced(ours, theirs, plateaus)):
+                if _is_same(ours, theirs) or (option == "lr" and _is_reduced(ours, theirs, plateaus)):
+                    continue
+                now = optimizer.param_groups[number].get(option)
+                if _is_same(now, stored[option]) or not _is_same(now, here[option]):  # else its class has kept it
                     lines[f"{join(target.path)}: {option}: {ours} here, {theirs} stored"] = None
                     begins |= {begin} - {""}
     if lines:
@@ -180,7 +183,7 @@ def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
     """
     lines = dict[str, None]()
     for target in flat.targets:
-        for options, stored in _options_of_groups(target, flat, values):
+        for _, options, stored in _options_of_groups(target, flat, values):
             here = options.get(ALGORITHM)
             if isinstance(here, str) and (other := other_class(stored, here)):
                 there, own = (f"the program's {each[1:]}" if each[0] == OWN else each for each in (other, here))
@@ -194,13 +197,14 @@ def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
 
 def _options_of_groups(
     target: RestoreTarget, flat: FlatState, values: Mapping[str, Any]
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yields the options of each group of an optimizer, here and as they were loaded, by its first parameter."""
-    for name in chain.from_iterable(group[PARAMS][:1] for group in target.groups or ()):
+) -> Iterator[tuple[int, Mapping[str, Any], Mapping[str, Any]]]:
+    """Yields the number of each group of an optimizer, its options here, and as its first parameter has loaded them."""
+    firsts = [(number, group[PARAMS][0]) for number, group in enumerate(target.groups or ()) if group[PARAMS]]
+    for number, name in firsts:
         key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
         stored = values.get(key)
         if key in flat.leaves and isinstance(stored, Mapping):
-            yield flat.leaves[key].value, stored
+            yield number, flat.leaves[key].value, stored
 
 
 def _as_begun(options: Mapping[str, Any], option: str, begin: str) -> Any:

@@ -16,16 +16,18 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import address_of, torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
 from shardopt.checkpoint.loading.torchs.kept_dtypes import STEP
-from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
+from shardopt.runtime.torch_private import gathers_as_torch, lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import FlatState, RestoreTarget, Tied
 
 _CPU = torch.device("cpu")
+_Place = tuple[int, int] | None
+"""The storage of a local tensor, by its number while it lives, and where in it the tensor begins; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +39,14 @@ class TorchsState:
         stored: name → path within its state → what is stored there; also of names that are keys of the state, as of no
             parameter.
         strange: names of those whose state another algorithm has saved: they get only what their own has.
-        dtypes: memory of a parameter → the dtype with which it is stored itself, of those for which that is known.
+        saved_as: returns what `stored_dtypes` does.
     """
 
     optimizer: Optimizer
     parameters: Mapping[str, torch.Tensor]
     stored: Mapping[str, Mapping[Path, Any]]
     strange: Collection[str]
-    dtypes: Mapping[int, torch.dtype]
+    saved_as: Callable[[], Mapping[_Place, torch.dtype]]
 
     @property
     def state(self) -> Any:
@@ -67,14 +69,26 @@ class TorchsState:
             devices = (parameter.device if numbers_go_along else _CPU, parameter.device)
             stored = {} if name in self.strange else self.stored[name]
             absent = {path: each for path, each in stored.items() if not path or path[0] not in made}
-            saved_as = self.dtypes.get(_memory_of(parameter)) if name in self.parameters else None
-            places = nest({path: _place_for(path, each, parameter, saved_as, devices) for path, each in absent.items()})
+            has_tensors = any(isinstance(each, StoredTensor) for each in absent.values())
+            cast = self._cast_of(parameter) if has_tensors and name in self.parameters else None
+            places = nest({path: _place_for(path, each, parameter, cast, devices) for path, each in absent.items()})
             self.optimizer.state[key] = places if () in absent else {**made, **places}
 
     def drop_state(self, names: Iterable[str]) -> None:
         """Removes the state of some parameters."""
         for name in names:
             self.optimizer.state.pop(self._key(name), None)
+
+    def _cast_of(self, parameter: torch.Tensor) -> torch.dtype | None:
+        """Returns the dtype whose tensors, in the state of a parameter, get the parameter's; None for none.
+
+        That is the one that the parameter was saved with. Only torch's own classes go to fewer digits, as they would
+        make their state so; others may keep theirs in fp32 beside any parameter.
+        """
+        saved_as = self.saved_as().get(_place_of(parameter))
+        if saved_as is None or not (saved_as.is_floating_point and parameter.is_floating_point()):
+            return None
+        return saved_as if _holds_all(parameter, saved_as) or gathers_as_torch(self.optimizer) else None
 
     def _key(self, name: Any) -> Any:
         return self.parameters.get(name, name)
@@ -91,15 +105,19 @@ class TorchsState:
 
 
 def torchs_state(
-    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, flat: FlatState, whole: Manifest | None = None
+    target: RestoreTarget,
+    keys: Iterable[str],
+    manifest: Manifest,
+    tied: Tied,
+    saved_as: Callable[[], Mapping[_Place, torch.dtype]] = dict,
 ) -> TorchsState | None:
     """Returns the `TorchsState` for one of torch's optimizers with stored state; None for other objects.
 
     Args:
         keys: those of the optimizer in the checkpoint.
-        whole: also with the parameters, where a load of their state alone is without them.
+        saved_as: as of a `TorchsState`, of which state is made.
     """
-    optimizer, numbered, tied = target.object, target.numbered, flat.tied
+    optimizer, numbered = target.object, target.numbered
     if not isinstance(optimizer, Optimizer) or hasattr(optimizer, "init_state"):
         return None
     if numbered is not None and not numbered.in_order:
@@ -114,18 +132,29 @@ def torchs_state(
     own = {name_here[name]: each for name, each in stored.items() if name in name_here}
     if numbered is not None and not numbered.in_order and not strange:
         own |= _of_no_parameter({name: each for name, each in stored.items() if name not in name_here}, target, keys)
-    # By memory: the app may have the tensors of a state_dict, which are others than the parameters.
-    here = {key: _memory_of(leaf.value) for key, leaf in flat.leaves.items() if isinstance(leaf.value, torch.Tensor)}
-    known = [manifest.tensors] if whole is None else [manifest.tensors, whole.tensors]
-    saved = {each: tensors[key] for key, each in here.items() for tensors in reversed(known) if key in tensors}
-    dtypes = {each: torch_dtype(stored.dtype) for each, stored in saved.items()}
-    return TorchsState(optimizer, parameters, own, strange, dtypes)
+    return TorchsState(optimizer, parameters, own, strange, saved_as)
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Returns the address of a tensor's memory on this rank, or its own number where it has none."""
+def stored_dtypes(flat: FlatState, *manifests: Manifest) -> dict[_Place, torch.dtype]:
+    """Returns where tensors of an app are in memory → their stored dtypes, of those that have others here.
+
+    By memory, as the app may have the tensors of a state_dict, which are others than the parameters.
+    """
+    found: dict[_Place, torch.dtype] = {}
+    for key, leaf in flat.leaves.items():
+        stored = next((each.tensors[key] for each in manifests if key in each.tensors), None)
+        if stored is not None and isinstance(leaf.value, torch.Tensor):
+            dtype = torch_dtype(stored.dtype)
+            if dtype != leaf.value.dtype and (place := _place_of(leaf.value)) is not None:
+                found[place] = dtype
+    return found
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    """Returns where a tensor's memory on this rank begins, also without elements."""
     here = () if is_lazy(tensor) else local_tensors(tensor)
-    return next(filter(None, map(address_of, here)), id(tensor))
+    strided = (each for each in here if each.layout is torch.strided)
+    return next(((id(each.untyped_storage()), int(each.storage_offset())) for each in strided), None)
 
 
 def _of_no_parameter(
@@ -189,23 +218,26 @@ def stored_state(
 
 
 def _place_for(
-    path: Path, stored: Any, parameter: torch.Tensor, saved_as: torch.dtype | None, devices: tuple[torch.device, ...]
+    path: Path, stored: Any, parameter: torch.Tensor, cast: torch.dtype | None, devices: tuple[torch.device, ...]
 ) -> Any:
     """Returns a place for a stored entry of the state of a parameter.
 
-    A tensor that has the dtype of its parameter where it was saved has so here. But a number never loses digits.
+    A number never loses digits.
 
     Args:
         path: of the entry within that state.
-        saved_as: the stored dtype of the parameter; None if it is not known.
+        cast: the dtype of stored entries that get that of the parameter.
         devices: of a number, and of a tensor of another shape than the parameter's.
     """
     if not isinstance(stored, StoredTensor):
         return copy.deepcopy(stored)
     shape, dtype, own_shape = stored.layout.shape, torch_dtype(stored.dtype), view_of(parameter, "a parameter").shape
-    if dtype == saved_as and dtype.is_floating_point and parameter.is_floating_point() and path[-1:] != (STEP,):
-        holds_all = torch.promote_types(dtype, parameter.dtype) == parameter.dtype
-        dtype = parameter.dtype if shape or not own_shape or holds_all else dtype
+    if dtype == cast and path[-1:] != (STEP,) and (shape == own_shape or _holds_all(parameter, dtype)):
+        dtype = parameter.dtype
     if shape == own_shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(shape, dtype=dtype, device=devices[bool(shape)])
+
+
+def _holds_all(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    return torch.promote_types(dtype, parameter.dtype) == parameter.dtype

@@ -82,7 +82,7 @@ class KeepsRates(SGD):
         for mine, other in zip(here, new, strict=True):
             other["lr"] = mine["lr"]
             if self.does == "write":
-                mine |= other
+                mine |= {**other, "momentum": other["momentum"] / 2}
         if self.does == "set":
             self.__dict__ = {**vars(self), **state}
 
@@ -182,8 +182,19 @@ def test_a_class_may_read_the_groups_that_it_had(does):
     with nullcontext() if wanted else pytest.raises(CheckpointError, match="no"):
         hand_back([RestoreTarget(("optimizer",), optimizer, state)], lenient=False)
     assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head
-    assert not wanted or [(group["lr"], group["momentum"]) for group in groups] == [(0.1, 0.7)] * 2
+    momentum = {"set": 0.7, "write": 0.35, "refuse": 0.5}[does]
+    assert [(group["lr"], group["momentum"]) for group in groups] == [(0.1, momentum)] * 2
     assert "__setstate__" not in vars(optimizer)
+
+
+def test_the_log_names_no_option_that_a_class_has_kept(tmp_path, caplog):
+    layer = torch.nn.Linear(2, 2)
+    app = {"model": layer, "optimizer": KeepsRates(layer.parameters(), lr=0.1, momentum=0.5)}
+    checkpoint.save(tmp_path / "c", app)
+    app["optimizer"].param_groups[0] |= {"lr": 0.2, "momentum": 0.7}
+    checkpoint.load(tmp_path / "c", app)
+    assert app["optimizer"].param_groups[0]["lr"] == 0.2
+    assert "momentum: 0.7 here, 0.5 stored" in caplog.text and "lr:" not in caplog.text
 
 
 @pytest.mark.parametrize("make", [lambda inner: Around(inner), lambda inner: Around(Around(inner))])

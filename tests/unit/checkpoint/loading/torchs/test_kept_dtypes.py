@@ -1,5 +1,7 @@
 """State of torch's own optimizers keeps the dtypes that it was saved with, whatever those of the parameters."""
 
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
 import pytest
 import torch
 
@@ -59,12 +61,37 @@ class Unread(list):
         raise AssertionError
 
 
-class Loader(Trainer):
-    """Has its optimizer in a list, beside data."""
+class Asked:
+    """Counts how often it is asked what it is."""
 
-    def __init__(self, params):
+    times = 0
+
+    @property
+    def __class__(self):
+        Asked.times += 1
+        return type(self)
+
+
+Pair = namedtuple("Pair", "body head")
+HOLDS = {
+    "list": lambda each: [each],
+    "ordered": lambda each: OrderedDict(all=each),
+    "default": lambda each: defaultdict(list, all=each),
+    "named": lambda each: Pair(each, None),
+    "deque": lambda each: deque([each]),
+    "own": lambda each: Unread([each]),
+    "within": lambda each: {"bodies": [("first", each)]},
+    "many": lambda each: [*(Mixed([torch.nn.Parameter(torch.ones(1))]) for _ in range(70)), each],
+}
+
+
+class Loader(Trainer):
+    """Has its optimizer in a container, beside data."""
+
+    def __init__(self, params, hold):
         super().__init__(params)
-        self.all, self.queue, self.inner = [self.inner], Unread([1]), None
+        self.all, self.queue, self.inner = hold(self.inner), Unread([1]), None
+        self.data = [[Asked()] * 1000] * 1000
 
 
 def train(app, steps):
@@ -99,13 +126,16 @@ def test_a_run_that_resumes_twice_goes_on_as_one(tmp_path, make):
     assert repr(sorted(found.items())) == repr(sorted(wanted.items()))
 
 
-def test_optimizers_are_found_in_an_objects_plain_lists_and_its_data_is_let_be(tmp_path):
-    saved, app = app_of(Loader), app_of(Loader)
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=HOLDS)
+def test_optimizers_are_found_in_an_objects_containers_and_its_data_is_let_be(tmp_path, hold):
+    saved, app = (app_of(lambda params: Loader(params, hold)) for _ in range(2))
     train(saved, 1), train(app, 1)
     checkpoint.save(tmp_path / "c", saved)
+    Asked.times = 0
     checkpoint.load(tmp_path / "c", app)
-    ((state,),) = (each.state.values() for each in app["optimizer"].all)
+    (state,) = app["optimizer"].state_dict()["state"].values()
     assert state["count"].dtype == torch.int64
+    assert Asked.times < 100_000  # of a million
 
 
 def test_hooks_of_the_program_find_state_as_it_was_saved(tmp_path):

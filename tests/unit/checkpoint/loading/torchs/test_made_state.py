@@ -151,7 +151,7 @@ def test_state_of_no_parameter_is_on_the_device_of_parameters(tmp_path):
         stored = {(key,): reader.manifest.tensors[f"optimizer.state.all.{key}"] for key in ("norm", "mean")}
     parameter = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
     optimizer = OfAll([parameter])
-    made = TorchsState(optimizer, {"weight": parameter}, {"all": stored, "weight": stored}, (), {})
+    made = TorchsState(optimizer, {"weight": parameter}, {"all": stored, "weight": stored}, (), dict)
     made.init_state(names=["all", "weight"])
     of_all, own = ({key: each.device.type for key, each in made.state[at].items()} for at in ("all", parameter))
     assert of_all == own == {"norm": "meta", "mean": "meta"}
@@ -180,6 +180,23 @@ def test_state_that_is_there_gets_no_entries_of_another_class_or_that_a_load_lea
     with pytest.raises(MismatchError, match="mean") if strict else nullcontext():
         checkpoint.load(tmp_path / "c", app, init_state=True, strict=strict)
     assert all(each.keys() == {"sum", "step"} for each in app["optimizer"].state.values())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params, more: torch.optim.AdamW(params, amsgrad=more),
+        lambda params, more: torch.optim.RMSprop(params, momentum=0.9 if more else 0),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, checkpoint.Strictness(unexpected="ignore")])
+def test_torchs_classes_get_what_the_stored_options_need_whatever_a_load_leaves_out(tmp_path, make, strict):
+    saved, app = (app_of(lambda params, more=more: make(params, more)) for more in (True, False))
+    train(saved), train(app)
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", app, init_state=True, strict=strict)
+    train(saved, 1), train(app, 1)
+    assert torch.equal(app["model"][0].weight, saved["model"][0].weight)
 
 
 def test_state_of_a_layer_that_the_app_lacks_is_no_state_under_a_key_of_its_own(tmp_path):
