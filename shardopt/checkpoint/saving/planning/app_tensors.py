@@ -30,7 +30,7 @@ from shardopt.state.state import FlatState, RestoreTarget
 _SAVE_IN_SWAP = "a checkpoint of a training would have averages in the place of weights"
 _REMEDY = (
     "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
-    "then keyed(..., model.named_parameters()). If these are another model's, add that to the app"
+    "then keyed(..., model.named_parameters()). If these are another model's, put that module itself into the app"
 )
 
 
@@ -78,20 +78,30 @@ def check_optimizers(flat: FlatState) -> None:
     if strange or any(named.values()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
-            _refuse_strange(strange, parameters, _held_by_app(flat))
+            _refuse_strange(
+                strange, parameters, _held_by_app(flat), {id(each): key for key, each in flat.tensors().items()}
+            )
         _refuse_moved(named, parameters)
     if places:
         _refuse_unshared(flat, places)
 
 
 def _held_by_app(flat: FlatState) -> set[int]:
-    """Returns the ids of the tensors that the app has in dicts and lists of its own, beside its objects."""
-    paths = {each.path for each in flat.targets}
-    return {
-        id(leaf.value)
-        for leaf in flat.leaves.values()
-        if paths.isdisjoint(leaf.path[:length] for length in range(1, len(leaf.path) + 1))
-    }
+    """Returns the ids of the tensors that the app has in dicts and lists of its own, and in networks of its objects.
+
+    What an object's state has besides may be what it has kept of an old model.
+    """
+    objects = {each.path: each.object for each in flat.targets if not isinstance(each.object, Module | Optimizer)}
+    paths, networks = {each.path for each in flat.targets}, dict[Path, set[int]]()
+    held = set()
+    for leaf in flat.leaves.values():
+        above = [leaf.path[:length] for length in range(1, len(leaf.path) + 1)]
+        place = next((each for each in above if each in paths), None)
+        if place in objects and place not in networks:
+            networks[place] = {*map(id, _parameters_within(objects[place]))}
+        if place is None or id(leaf.value) in networks.get(place, ()):
+            held.add(id(leaf.value))
+    return held
 
 
 def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> None:
@@ -108,17 +118,24 @@ def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> 
 
 
 def _refuse_strange(
-    optimizers: Sequence[RestoreTarget], modules: Mapping[str, Mapping[str, Tensor]], held: set[int]
+    optimizers: Sequence[RestoreTarget],
+    modules: Mapping[str, Mapping[str, Tensor]],
+    held: set[int],
+    saved: Mapping[int, str],
 ) -> None:
     """Raises StateError for optimizers of parameters that a module has replaced by others, and the app has not.
 
     A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
     device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
     that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
+
+    Args:
+        held: the ids of tensors that the app has besides.
+        saved: id → key of each tensor that is saved, also of those that an object's state has.
     """
     owned = held.union(id(tensor) for parameters in modules.values() for tensor in parameters.values())
     each_with_path = [(each.path, child) for each in optimizers for child in children_of(each.object)]
-    problems = [_strange(join(path), optimizer, modules, owned) for path, optimizer in each_with_path]
+    problems = [_strange(join(path), optimizer, modules, owned, saved) for path, optimizer in each_with_path]
     if any(problems):
         raise StateError(
             "an optimizer steps tensors that are no parameters of the model",
@@ -128,7 +145,11 @@ def _refuse_strange(
 
 
 def _strange(
-    key: str, optimizer: Optimizer, modules: Mapping[str, Mapping[str, Tensor]], owned: set[int]
+    key: str,
+    optimizer: Optimizer,
+    modules: Mapping[str, Mapping[str, Tensor]],
+    owned: set[int],
+    saved: Mapping[int, str],
 ) -> Problem | None:
     named = names_of(optimizer)
     if named is None:
@@ -139,9 +160,9 @@ def _strange(
         module = next((each for each, own in modules.items() if Counter(map(_kind, set(own.values()))) == kinds), None)
         if module is None:
             return None
-        count = len(tensors)
-        foreign = f"{count} parameters that no module of the app has, while {module!r} has as many of their shapes"
-        return Problem(key, foreign, "the model's own parameters", _REMEDY)
+        place = next((f" ({saved[id(each)]} is one)" for each in tensors if id(each) in saved), "")
+        foreign = f"{len(tensors)} parameters that no module of the app has{place}, while {module!r} has as many"
+        return Problem(key, f"{foreign} of their shapes", "the model's own parameters", _REMEDY)
     stepped = {
         module for module, own in modules.items() if any(own.get(name) is tensor for name, tensor in named.items())
     }
@@ -155,8 +176,10 @@ def _strange(
     if not strange:
         return None
     name, module = next(iter(strange.items()))
+    place = f" ({saved[id(named[name])]})" if id(named[name]) in saved else ""
     foreign = (
-        f"{len(strange)} parameters that no module of the app has, such as {name!r}, while {module!r} has another one"
+        f"{len(strange)} parameters that no module of the app has, such as {name!r}{place}, while {module!r} has "
+        "another one"
     )
     return Problem(key, foreign, "the model's own parameters", _REMEDY)
 
@@ -267,6 +290,13 @@ def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
         owned = {_place(local) for each in module.parameters() for local in local_tensors(each)}
         for buffer in module.buffers():
             yield from (local for local in local_tensors(buffer) if address_of(local) and _place(local) not in owned)
+
+
+def _parameters_within(target: object) -> Iterator[Tensor]:
+    """Yields the parameters that an object has as attributes, and those of its modules."""
+    yield from (each for each in getattr(target, "__dict__", {}).values() if isinstance(each, Parameter))
+    for module in _modules_within(target):
+        yield from module.parameters()
 
 
 def _modules_within(target: object) -> Iterator[Module]:

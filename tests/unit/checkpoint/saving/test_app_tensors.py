@@ -154,8 +154,31 @@ def test_what_an_object_or_an_optimizer_saves_of_old_parameters_is_no_place_wher
     app = {"model": make_model(), "optimizer": optimizer, "holder": Holder(model)}
     for parameter in model.parameters():
         optimizer.state[parameter]["before"] = parameter
-    with pytest.raises(StateError, match="optimizer: found 4 parameters that no module of the app has"):
+    found = r"optimizer: found 4 parameters that no module of the app has \(holder.shadow.0 is one\).* put that module"
+    with pytest.raises(StateError, match=found):
         checkpoint.save(tmp_path / "c", app)
+
+
+class Net(Holder):
+    """Has a network, or parameters of its own, and saves them as they are."""
+
+    def __init__(self, **own):
+        vars(self).update(own)
+
+    def state_dict(self):
+        return {
+            name: each if isinstance(each, nn.Parameter) else each.state_dict(keep_vars=True)
+            for name, each in vars(self).items()
+        }
+
+
+@pytest.mark.parametrize("make", [keyed, lambda model: torch.optim.SGD(model.parameters())])
+def test_the_networks_of_an_object_are_stepped_beside_a_model_of_their_names(tmp_path, make):
+    model, other = make_model(), make_model()
+    scale = nn.Parameter(torch.ones(2))
+    app = {"model": model, "optimizer": make(model), "net": Net(net=other, scale=scale), "of net": make(other)}
+    app |= {"bias": nn.ParameterList([nn.Parameter(torch.ones(2))]), "of scale": torch.optim.SGD([scale])}
+    checkpoint.save(tmp_path / "c", app)
 
 
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
