@@ -105,7 +105,7 @@ class LoadReport(OfUrl):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     cast: tuple[str, ...]
-    renamed: Mapping[str, str]
+    renamed: Mapping[str, str] = field(hash=False)
     bytes_wanted: int
     bytes_read: int
     seconds: float

@@ -98,19 +98,19 @@ class Branch(NamedTuple):
         beyond = _AS_STORED[self.newer]
         return pack_record(_FORMAT, branch=self.number, of=self.of, from_step=self.from_step, beyond=beyond)
 
-    def warn_of(self, steps: Collection[int]) -> None:
+    def warn_of(self, left: Collection[int], removed: Collection[int] = ()) -> None:
         """Logs which steps leave the run as it continues on this branch, if any: who only looks at one loads it.
 
         Args:
-            steps: of the branch that the run was on, the one before this; or, to be removed, of `of`.
+            left: of the branch that the run was on, the one before this.
+            removed: of `of`.
         """
-        if not steps:
-            return
-        first, last = min(steps), max(steps)
-        which = f"step {last}" if first == last else f"{len(steps)} steps from {first} to {last}"
-        then = f"restore(app, step={last}, branch={self.number - 1}) would go on from there"
-        then = "to be removed" if self.newer == "remove" else then
-        _log.warning("the run goes back to step %d, and leaves %s behind: %s", self.from_step, which, then)
+        for steps in filter(None, (removed, left)):
+            first, last = min(steps), max(steps)
+            which = f"step {last}" if first == last else f"{len(steps)} steps from {first} to {last}"
+            then = f"restore(app, step={last}, branch={self.number - 1}) would go on from there"
+            then = "to be removed" if steps is removed else then
+            _log.warning("the run goes back to step %d, and leaves %s behind: %s", self.from_step, which, then)
 
 
 class Branches(dict[int, Branch]):

@@ -350,13 +350,13 @@ class Run:
         if seen_from == self.branches.current and not later and not always:
             return
         record = Branch(self.branches.current + 1, seen_from, step, newer)
-        then = branches_of([*self.branches.values(), record])
-        left = later if newer == "remove" else {id for id in ids if self.branches.has(id) and not then.has(id)}
+        then, removed = branches_of([*self.branches.values(), record]), later if newer == "remove" else set()
+        left = {id for id in ids if self.branches.has(id) and not then.has(id)} - removed
 
         def add() -> None:
             for root in self.roots:
                 root.add(record)
-            record.warn_of({id.step for id in left})
+            record.warn_of({id.step for id in left}, {id.step for id in removed})
 
         self.is_agreed = False  # if writing fails the record may be there all the same
         self.ranks.on_rank_0(f"taking {self.root.url} back to step {step}", add)

@@ -118,7 +118,8 @@ class Keeper(Task):
         self.finish()
         found = False
         for root in self._run.roots:
-            found = root.is_committed(id) or found
+            is_link = root.checkpoint(id).missing_target() is not None  # whose archive is away: of that only the link
+            found = is_link or root.is_committed(id) or found
             with wrap_os_errors(f"remove {root.checkpoint(id).url}"):
                 remove_checkpoint(root.checkpoint(id))
                 root.storage.remove(record_name(id.name))

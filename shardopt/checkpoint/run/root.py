@@ -223,12 +223,16 @@ class Root:
     def branches(self) -> Branches:
         """Returns the branches as of the last listing.
 
+        Of a stream only those up to the first whose record is missing: it begins again where its root is emptied, or a
+        host lost.
+
         Raises:
-            CorruptionError: the record of one is missing. Steps of a branch without a record are an error in a run
-                alone: a stream begins again where its root is emptied, or a host lost.
+            CorruptionError: the record of one is missing in a run.
         """
-        ids = () if self.is_on_hosts or self._has_stream else self.listed
-        return branches_of(self.records.values(), ids, self.url)
+        if self.is_on_hosts or self._has_stream:
+            records = sorted(self.records.values())
+            return branches_of(each for number, each in enumerate(records, 1) if each.number == number)
+        return branches_of(self.records.values(), self.listed, self.url)
 
     def claim(self) -> None:
         """Makes this the root of a run, or of a publisher, after a listing.

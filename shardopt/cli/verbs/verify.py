@@ -80,6 +80,8 @@ def _is_unfinished(step: Storage, is_listed: bool) -> bool:
             names = set(step.names())
     except CheckpointError:
         return False
+    if step.missing_target() is not None:
+        return False  # whose bytes nobody can verify now
     ours = {name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)}
     return names == ours and (is_listed or Root(step).is_there())
 

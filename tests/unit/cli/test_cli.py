@@ -328,6 +328,9 @@ def test_verify_takes_a_root_or_a_pattern_beside_a_save_under_way(tmp_path, caps
     assert [each["ok"] for each in found] == [True, True, None, None]
     assert main(["verify", str(tmp_path / "step-00000003")]) == 1  # nothing is complete
     assert main(["verify", str(tmp_path), str(tmp_path / "step-00000009")]) == 1  # one is missing
+    (tmp_path / "step-00000005").symlink_to(tmp_path / "archive")  # which is away
+    assert main(["verify", str(tmp_path)]) == 1
+    (tmp_path / "step-00000005").unlink()
     other = tmp_path / "copy" / "step-00000001"  # without its manifest: no save is under way there
     shutil.copytree(tmp_path / "step-00000001", other, ignore=lambda *_: ["manifest.json"])
     assert main(["verify", *pattern, str(other)]) == 1

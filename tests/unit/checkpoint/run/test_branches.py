@@ -357,9 +357,13 @@ def test_a_line_says_what_a_rewind_leaves_behind(tmp_path, caplog):
     restored(manager, step=100)
     restored(manager, step=300, branch=0)
     restored(manager, step=200, newer="remove")
+    save(manager, 250)
+    restored(manager, step=100, branch=0, newer="remove")
     assert [line.partition(", and leaves ")[2] for line in caplog.messages] == [
         "2 steps from 200 to 300 behind: restore(app, step=300, branch=0) would go on from there",
         "step 300 behind: to be removed",
+        "step 200 behind: to be removed",
+        "step 250 behind: restore(app, step=250, branch=3) would go on from there",
     ]
 
 

@@ -42,7 +42,7 @@ def test_everything_that_is_done_is_told(tmp_path, events, caplog):
         mirror.upload("c")
     assert [event for event, _ in events] == ["save", "load", "verify", "reshard", "save", "upload"]
     assert [report for _, report in events][:4] == [saved, loaded, verified, resharded]
-    assert saved in {saved}
+    assert saved in {saved} and loaded in {loaded}
     assert events[4][1].save_id == beside.save_id
     records = [record for record in caplog.records if record.name == "shardopt"]
     lines = [record.getMessage() for record in records if record.levelno == logging.DEBUG]

@@ -103,6 +103,11 @@ def test_links_that_lead_nowhere_take_no_place_of_a_checkpoint_where_some_are_re
         manager.wait()
     assert manager.steps() == [2, 5] and checkpoint.Manager(mirror).steps() == [2, 5] and not caplog.messages
     assert (root / "step-00000003").is_symlink() and (root / "step-00000004").is_symlink()  # for when it is back
+    manager = checkpoint.Manager(root)
+    manager.delete(4)
+    assert not (root / "step-00000004").is_symlink() and manager.steps() == [2, 5]
+    with pytest.raises(CheckpointNotFoundError):
+        manager.delete(4)
 
 
 def test_a_step_that_is_removed_while_it_is_read_is_gone_and_not_damaged(tmp_path, monkeypatch, caplog):

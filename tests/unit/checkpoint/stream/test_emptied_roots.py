@@ -117,6 +117,7 @@ def test_where_the_newest_step_is_damaged_the_one_before_is_taken(tmp_path, foll
 @pytest.mark.parametrize("first", ["branch-00001.json", "stream.json"])
 def test_a_follower_stays_where_it_is_while_the_root_is_emptied(tmp_path, follower, app, caplog, first):
     publish(tmp_path, 1, 2, 3)
+    publish(tmp_path, 3)
     publish(tmp_path, 3, 4)
     follower.update()
     root = tmp_path / "root"
