@@ -72,7 +72,7 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
             return ()
         placed = [(dim, each) for dim, each in enumerate(tensor.placements) if mesh.size(dim) > 1]
         cut = [(dim, each.dim % tensor.ndim) for dim, each in placed if isinstance(each, Shard | _StridedShard)]
-        replicas = tuple(mesh.get_group(dim) for dim, each in placed if cut and each.is_replicate())
+        replicas = tuple(mesh.get_group(dim) for dim, each in placed if each.is_replicate())
         return tuple(ShardGroup(mesh.get_group(dim), frozenset([along]), replicas) for dim, along in cut)
     if isinstance(tensor, ShardedTensor):
         return (ShardGroup(process_group_of(tensor), cut_dims(tensor.metadata())),)

@@ -284,6 +284,13 @@ def test_seeds_of_workers_differ_by_epoch_and_rank():
     assert len(set(seeds)) == 6
 
 
+def test_nothing_is_said_of_a_loader_that_is_opened_before_through(caplog):
+    """Usual loops do so, and no mark tells those that a resume gives other random numbers."""
+    sampler = shardopt.ResumableSampler(8, batch_size=4)
+    list(sampler.through(zip(DataLoader(torch.arange(8), batch_sampler=sampler), range(2), strict=True)))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("at", [2, 8], ids=["within", "at the end"])
 def test_a_loop_that_goes_on_after_a_load_is_refused(at):
     (sampler,) = samplers(64, 1, batch_size=8)
