@@ -232,10 +232,12 @@ class Steps:
             terms = self._terms_with(terms, urls)
         if self._incremental:
             terms = replace(terms, prints=self._prints)
-        report = save_now(urls[0], app, terms, metrics, raise_earlier=raise_earlier)
-        self._after.committed(id, report)
-        self._last = id, report
-        return report
+
+        def committed(report: SaveReport) -> None:
+            self._last = id, report  # first, as Ctrl-C may interrupt what follows, and the step be saved again
+            self._after.committed(id, report)
+
+        return save_now(urls[0], app, terms, metrics, raise_earlier, committed)
 
     def _terms_with(self, terms: SaveTerms, urls: Sequence[str]) -> SaveTerms:
         """Returns terms with the save to refer to, and the fallback URLs for full tiers."""

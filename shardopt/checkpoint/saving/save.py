@@ -126,13 +126,15 @@ def save_now(
     options: SaveTerms,
     metrics: Mapping[str, float] | None = None,
     raise_earlier: bool = True,
+    committed: Callable[[SaveReport], None] = lambda _: None,
 ) -> SaveReport:
     """Saves as `save` does, with additional arguments that only a `Manager` passes.
 
     Args:
         metrics: numbers by name, kept with the checkpoint; of one name the lowest rank's counts.
-        raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
-            all ranks, instead of this save. Otherwise it remains to be reported (`take_failures`).
+        raise_earlier: whether a failure of a save of this state in the background that was not reported on some rank
+            is raised, on all ranks, instead of this save. Otherwise it remains to be reported (`take_failures`).
+        committed: called with the report as soon as the checkpoint is there, before a log line says so.
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
@@ -148,7 +150,7 @@ def save_now(
         tell_of_what_is_lost(flat, ranks.job_numbers)
         checks.settle()  # after the state was taken, which may be collective: only some ranks may raise
         if raise_earlier:
-            raise_failures()
+            raise_failures(flat)
         if options.refused is not None:
             raise options.refused
         return Described(description, None if metrics is None else numbers_of(metrics))
@@ -158,6 +160,7 @@ def save_now(
         report = save_described(ranks, url, described, _plans, options)
     seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
+    committed(report)
     emit_report("save", report, for_all=ranks.rank == 0)
     return report
 

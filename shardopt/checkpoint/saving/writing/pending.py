@@ -6,11 +6,13 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -22,6 +24,8 @@ from shardopt.runtime.partial_loads import is_partly_loaded
 from shardopt.runtime.program_end import fail_at_end_if
 from shardopt.runtime.signals import refuse_within
 from shardopt.runtime.staging_fence import Event
+from shardopt.sharding.view import addresses_of
+from shardopt.state.state import FlatState
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -51,6 +55,7 @@ class PendingSave:
         self._error: BaseException | None = None
         self._reported = False
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that are saved
+        self._parameters: list[ref[Tensor]] | None = None  # of these; None where there are none
         self._replaced = False  # whether a load has replaced the state since
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -99,6 +104,22 @@ class PendingSave:
             return None
         self._set_reported()
         return self.failure
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Notes an optimizer that is saved."""
+        self.optimizers.add(optimizer)
+        parameters = map(ref, _parameters_of([optimizer]))
+        self._parameters = [*(self._parameters or ()), *parameters]
+
+    @property
+    def is_without_optimizers(self) -> bool:
+        """Whether this saves no optimizer, as far as is known: then no step raises its failure."""
+        return self._parameters is None
+
+    def is_of(self, addresses: AbstractSet[int]) -> bool:
+        """Whether this saves an optimizer that has a parameter at one of these addresses. Local."""
+        alive = [each for parameter in self._parameters or () if (each := parameter()) is not None]
+        return not addresses.isdisjoint(addresses_of(alive))
 
     def mark_reported(self) -> None:
         """Marks the failure as reported in advance, for a call that raises the same error itself."""
@@ -192,7 +213,7 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
         hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
     """
     for optimizer in optimizers:
-        pending.optimizers.add(optimizer)
+        pending.hold(optimizer)
         hooks.append(optimizer.register_step_pre_hook(pending.before_step))
 
 
@@ -217,9 +238,14 @@ def tracked_urls() -> list[str]:
 
 
 def take_failures() -> list[BaseException]:
-    """Returns the failures of background saves that were not reported on this rank, and marks them. Local."""
-    failures = [save.take_failure() for save in tuple(_tracked)]
-    return [failure for failure in failures if failure is not None]
+    """Returns the failures of background saves that were not reported on this rank, once. Local.
+
+    Who waits for one of these saves still gets its failure: it may belong to another run of this process.
+    """
+    failed = [save for save in tuple(_tracked) if save.failure is not None and not save.is_reported]
+    for save in failed:
+        untrack(save)
+    return [save.failure for save in failed if save.failure is not None]
 
 
 def drop_failed_steps() -> None:
@@ -228,15 +254,29 @@ def drop_failed_steps() -> None:
         save.mark_replaced()
 
 
-def raise_failures() -> None:
-    """Raises the first failure that was not reported; leaves the others for the next call.
+def raise_failures(flat: FlatState) -> None:
+    """Raises the first failure that was not reported of a save of this state; leaves the others for the next call.
 
+    That of other optimizers is left to them: several runs of one process, as of a sweep, do not fail each other. That
+    of a save without optimizers may be of any run. It is raised here once, and also by who waits for that save.
     Local: called within a round, so that all ranks raise.
     """
-    for save in tuple(_tracked):
-        failure = save.take_failure()
-        if failure is not None:
-            raise failure
+    failed = [save for save in tuple(_tracked) if save.failure is not None and not save.is_reported]
+    if not failed:
+        return
+    optimizers = [each.object for each in flat.targets if isinstance(each.object, Optimizer)]
+    addresses = addresses_of([*flat.tensors().values(), *_parameters_of(optimizers)]) - {0}
+    for save in failed:
+        if save.is_without_optimizers:
+            untrack(save)
+            assert save.failure is not None
+            raise save.failure
+        if save.is_of(addresses):
+            save.raise_failure()
+
+
+def _parameters_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    return [each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]]
 
 
 def _fails_at_end() -> bool:
