@@ -20,7 +20,7 @@ from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.planning.app_warnings import AppWarnings
 from shardopt.checkpoint.saving.save import save_now
-from shardopt.checkpoint.saving.writing.pending import PendingSave, take_failures
+from shardopt.checkpoint.saving.writing.pending import PendingSave, finish_below, take_failures
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.errors import (
     CheckpointError,
@@ -271,6 +271,7 @@ class Steps:
             failed_step = error
         if self._tiers is not None:
             self._tiers.finish()
+        finish_below([run.root.url, *([] if self._tiers is None else self._tiers.roots)])  # of another Manager of it
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
         current = run.agree_on_branches(needs_copies=True).current
         seen_from = current if branch is None else branch

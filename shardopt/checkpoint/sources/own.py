@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -159,6 +159,19 @@ def is_committed(storage: Storage) -> bool:
         return True
 
 
+_urls_in_flight: Callable[[], Collection[str]] = tuple
+
+
+def tell_of_saves(urls_in_flight: Callable[[], Collection[str]]) -> None:
+    """Lets errors tell of saves of this process that are under way.
+
+    Args:
+        urls_in_flight: returns where these are.
+    """
+    global _urls_in_flight
+    _urls_in_flight = urls_in_flight
+
+
 def not_found(storage: Storage) -> CheckpointNotFoundError:
     """Returns the error for a place without a checkpoint, which says what is there."""
     try:
@@ -184,6 +197,9 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
 
 def _what_is_at(storage: Storage) -> tuple[str, str]:
     """Describes, for an error message, what is there instead of a checkpoint, and the remedy."""
+    if any(storage_of(url).url == storage.url for url in _urls_in_flight()):
+        remedy = "wait for it: result() of what async_save or Manager.save has returned"
+        return "a save of this process that is under way", remedy
     file = storage.as_file()
     if file is not None:
         directory, name = file

@@ -115,6 +115,11 @@ class Tiers(Task):
         for number, *id in superseded:
             clear_shares(self._hosts()[number], CheckpointId(*id).__eq__)
 
+    @property
+    def roots(self) -> list[str]:
+        """The URLs of the directories that have the checkpoints."""
+        return [f"{PREFIX}{tier.path}" for tier in self._tiers]
+
     def is_due(self, step: int) -> bool:
         """Whether a save of this step goes to any tier."""
         return bool(self._due(step))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.sources.own import tell_of_saves
 from shardopt.errors import GradientError, PartialLoadError, RankError
 from shardopt.redaction import redacted
 from shardopt.runtime.deferred_checks import has_failed_steps
@@ -237,6 +238,18 @@ def tracked_urls() -> list[str]:
     return [save.url for save in tuple(_tracked)]
 
 
+def _urls_in_flight() -> list[str]:
+    return [save.url for save in tuple(_tracked) if not save.done]
+
+
+def finish_below(urls: Iterable[str]) -> None:
+    """Waits until no save of this process is in flight below these URLs, whoever began it. Local."""
+    below = tuple(f"{url.rstrip('/')}/" for url in urls)
+    for save in tuple(_tracked):
+        if save.url.startswith(below):
+            save.done.wait()
+
+
 def take_failures() -> list[BaseException]:
     """Returns the failures of background saves that were not reported on this rank, once. Local.
 
@@ -295,4 +308,5 @@ def _abandon_in_child() -> None:
 
 
 fail_at_end_if(_fails_at_end)
+tell_of_saves(_urls_in_flight)
 os.register_at_fork(after_in_child=_abandon_in_child)

@@ -1,7 +1,8 @@
-"""Several runs in one process, as of a sweep: a failure is raised in the run that has it, and in no other."""
+"""Several Managers in one process, as of a sweep or a notebook, and saves in the background that others meet."""
 
 import logging
 import signal
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import pending
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError
 
 OPTIONS = checkpoint.SaveOptions(durable=False)
 
@@ -103,3 +104,18 @@ def test_a_step_whose_save_was_interrupted_after_its_commit_is_saved(tmp_path, c
         assert manager.save(1, app, force=True).url == manager.path(1)
         manager.save(2, app, force=True)
     assert manager.steps() == [2]
+
+
+def test_a_second_manager_of_the_run_waits_for_what_the_first_one_saves(tmp_path):
+    """It used to resume the step before, as where the cell of a notebook is run again."""
+    gate = threading.Event()
+    options = checkpoint.SaveOptions(durable=False, progress=lambda *_: gate.wait(30))
+    app, first = app_of() | {"step": 1}, checkpoint.Manager(tmp_path, stage="now", options=options)
+    save = first.save(1, app, force=True)
+    for read in (checkpoint.open, lambda url: checkpoint.load(url, app)):
+        with pytest.raises(CheckpointNotFoundError, match=r"a save of this process that is under way.*wait for it"):
+            read(first.path(1))
+    checkpoint.Manager(tmp_path / "other", options=OPTIONS).restore(app)  # waits for nothing
+    threading.Timer(0.2, gate.set).start()
+    assert not save.done and checkpoint.Manager(f"{tmp_path}/", options=OPTIONS).restore(app) == 1
+    first.close()
