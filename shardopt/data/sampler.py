@@ -44,7 +44,8 @@ class ResumableSampler:
     Args:
         size: of the data set, in samples.
         batch_size: of a global batch, in samples of all ranks together; at least the number of ranks. It may be set
-            between loops.
+            between loops; a resume keeps what was set. Where the sampler is made with another one than in the saved
+            run, or has another one set before the load, that stays, and a log line says so.
         seed: of the order; not negative.
         shuffle: whether to put the samples in a random order.
         drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
@@ -78,6 +79,7 @@ class ResumableSampler:
         self._rank, self._ranks = rank, ranks
         self._dealt: tuple[int, int] | None = None  # rank and ranks by default, where a framework says them
         self.size, self.batch_size, self.seed = size, batch_size, seed
+        self._made_with = batch_size
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
         self.position = 0
@@ -186,7 +188,7 @@ class ResumableSampler:
                 self._put_back()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns size, seed, epoch, position and shuffle; the same on every rank.
+        """Returns size, seed, epoch, position, shuffle and batch sizes; the same on every rank.
 
         Logs a warning, once, if batches were drawn and none was counted, as by a loop that is not over `through`.
         """
@@ -201,6 +203,8 @@ class ResumableSampler:
             "epoch": self.epoch,
             "position": self.position,
             "shuffle": self.shuffle,
+            "batch_size": self.batch_size,
+            "made_with_batch_size": self._made_with,
         }
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -220,6 +224,7 @@ class ResumableSampler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes where the state was taken; its seed replaces this one, and a log line says so.
 
+        So does a `batch_size` that was set in the saved run, unless this sampler's differs from what that was made with.
         Loaders must be iterated again.
         """
         self.check_state_dict(state_dict)
@@ -229,7 +234,19 @@ class ResumableSampler:
                 f"seed {self.seed} in the code, {state_dict['seed']} in the checkpoint"
             )
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
+        self._take_batch_size(state_dict)
         self._drawn_from = None
+
+    def _take_batch_size(self, state_dict: dict[str, Any]) -> None:
+        """Takes a batch size that the saved run has set; one that the code of now says stays."""
+        size = state_dict.get("batch_size", self.batch_size)  # earlier versions did not say
+        if size == self.batch_size:
+            return
+        if self.batch_size == self._made_with == state_dict["made_with_batch_size"]:
+            self._warn_once(f"batch_size is the checkpoint's: {self.batch_size} in the code, set to {size} in the run")
+            self.batch_size = size
+        else:
+            self._warn_once(f"batch_size is the code's: {self.batch_size}, and {size} in the checkpoint")
 
     def _order_is_of(self) -> dict[str, Any]:
         """Returns what the order of an epoch depends on, beside seed and epoch, by its name in the state."""

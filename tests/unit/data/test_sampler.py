@@ -193,7 +193,9 @@ def test_a_mixture_resumes_in_the_epochs_of_its_checkpoint(caplog):
     assert [*itertools.chain(*itertools.chain(*rest(mixture(state, batch_size=2), 3)))] == [
         *itertools.chain(*itertools.chain(*rest(mixture(state), 3)))
     ]
-    assert not caplog.records
+    assert [record.getMessage() for record in caplog.records] == [
+        "batch_size is the code's: 2, and 4 in the checkpoint [data-position]"
+    ]
     # An earlier version has left out the last 2 of 10.
     earlier = {name: each for name, each in state.items() if name != "epoch_size"} | {"size": 10, "shares": [8, 2]}
     resumed = mixture(earlier)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.data.sampler import deal
 from shardopt.errors import MismatchError, OptionError, RankError
 from shardopt.integrations.loader import ResumableLoader
@@ -246,3 +247,49 @@ def test_batches_of_another_size_begin_with_a_loop(workers, resumable):
     del seen[:]
     loop(0, 0)
     assert [*map(len, seen)] == [10] * 4 and torch.cat(seen).sort().values.tolist() == [*range(40)]
+
+
+class Earlier(shardopt.ResumableSampler):
+    """As of a version that saved no batch size."""
+
+    def state_dict(self):
+        return {name: each for name, each in super().state_dict().items() if "batch_size" not in name}
+
+
+def made(kind, batch_size=4):
+    if kind == "mixture":
+        return shardopt.data.MixtureSampler([20, 20], weights=[1, 1], batch_size=batch_size)
+    if kind == "loader":
+        return ResumableLoader(SAMPLES, batch_size=batch_size)
+    return (Earlier if kind == "earlier" else shardopt.ResumableSampler)(40, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("kind", ["sampler", "mixture", "loader"])
+def test_a_batch_size_that_was_set_is_resumed_and_that_of_other_code_stays(lines, tmp_path, kind):
+    def at(loader):
+        return getattr(loader, "position", loader) if kind == "loader" else loader
+
+    ramped = made(kind)
+    at(ramped).batch_size = 8  # at a step, which a resumed run is behind
+    checkpoint.save(tmp_path, {"data": ramped}, durable=False)
+    for _ in range(2):  # also from the checkpoint of a resumed run
+        resumed = made(kind)
+        resumed.load_state_dict(ramped.state_dict())
+        ramped = resumed
+        assert at(resumed).batch_size == 8
+        assert lines() == ["batch_size is the checkpoint's: 4 in the code, set to 8 in the run [data-position]"]
+    others = made(kind, 5), made(kind), made(kind)
+    at(others[1]).batch_size = 5
+    at(others[2]).batch_size = 8
+    for other in others:
+        checkpoint.load(tmp_path, {"data": other})
+    assert [at(other).batch_size for other in others] == [5, 5, 8]
+    assert lines() == ["batch_size is the code's: 5, and 8 in the checkpoint [data-position]"] * 2
+
+
+def test_a_position_of_an_earlier_version_says_nothing_of_batches(lines, tmp_path):
+    saved, resumed = made("earlier"), made("sampler", 5)
+    next(saved.through(saved))
+    checkpoint.save(tmp_path, {"data": saved}, durable=False)
+    checkpoint.load(tmp_path, {"data": resumed})
+    assert (resumed.batch_size, resumed.position) == (5, 4) and lines() == []
