@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from shardopt.data.loops import forget_loop, note_loop
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.ranks import refuse_lone_processes
@@ -170,6 +171,7 @@ class ResumableSampler:
                 self.epoch,
             )
         begun = self._begun = (self.position,)
+        note_loop(self)
         try:
             batches, here, size = opened(loader, self), place_of(self), self.batch_size
             self._is_awaited = True
@@ -184,6 +186,7 @@ class ResumableSampler:
             self.epoch, self.position = self.epoch + 1, 0
         finally:
             if self._begun is begun:
+                forget_loop(self)
                 self._begun, self._is_awaited = None, False
                 self._put_back()
 
@@ -224,7 +227,7 @@ class ResumableSampler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resumes where the state was taken; its seed replaces this one, and a log line says so.
 
-        So does a `batch_size` that was set in the saved run, unless this sampler's differs from what that was made with.
+        So does a `batch_size` that was set in the saved run, if this sampler is made with the same one as that run's.
         Loaders must be iterated again.
         """
         self.check_state_dict(state_dict)

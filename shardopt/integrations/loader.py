@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import ConcatDataset, DataLoader
 
+from shardopt.data.loops import forget_loop, note_loop
 from shardopt.data.mixture import MixtureSampler
 from shardopt.data.sampler import (
     ResumableSampler,
@@ -48,15 +49,19 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
         OptionError: `batch_size` of the sampler was set meanwhile, and these are batches of another.
     """
     left, here, size = len(at), place_of(at), at.batch_size
-    for number, batch in enumerate(opened(batches, at)):
-        refuse_another(at, here)
-        refuse_other_batches(at, size)
-        if number >= left - 1:
-            at.epoch, at.position = at.epoch + 1, 0
-        else:
-            at.position = min(at.position + at.batch_size, at.size)
-        here = place_of(at)
-        yield batch
+    note_loop(at)
+    try:
+        for number, batch in enumerate(opened(batches, at)):
+            refuse_another(at, here)
+            refuse_other_batches(at, size)
+            if number >= left - 1:
+                at.epoch, at.position = at.epoch + 1, 0
+            else:
+                at.position = min(at.position + at.batch_size, at.size)
+            here = place_of(at)
+            yield batch
+    finally:
+        forget_loop(at)
     if left == 0:
         at.epoch, at.position = at.epoch + 1, 0
 

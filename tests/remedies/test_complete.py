@@ -30,6 +30,7 @@ TEXTS = {
     "load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",
     "checkpoint.load(…, app, rename=…": "tests/unit/checkpoint/loading/test_rename_left_in_script.py",
     "give one of them memory of its own": "tests/unit/checkpoint/loading/test_overlapping.py",
+    "wait for it: result() of what": "tests/unit/checkpoint/saving/test_saves_of_other_runs.py follows it",
     "end `with ema.swap():` before": "tests/unit/optim/test_averaging.py",
     "make the averages again where the model changes": "tests/unit/optim/test_averaging.py follows it",
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",

@@ -336,9 +336,9 @@ def async_save(
 
     The result raises the failure of the save itself, with the name of the rank, on every rank. If nobody asks for it,
     the next `async_save`, `save` of these parameters or step of an optimizer in `app` raises it. Until then, ranks may
-    be at different steps. The next save is in step again, and raises on all ranks if the failure is unreported on any. A step that lacked a
-    gradient on an accelerator is raised by its own optimizer, in the same step on all ranks. A load that replaces all
-    that the step has changed silences the save.
+    be at different steps. The next save is in step again, and raises on all ranks if the failure is unreported on any.
+    A step that lacked a gradient on an accelerator is raised by its own optimizer, in the same step on all ranks. A
+    load that replaces all that the step has changed silences the save.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     for each in (url, base) if storage_options is not None else ():

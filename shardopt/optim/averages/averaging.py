@@ -13,7 +13,6 @@ Averages are sharded like their weights: an update neither communicates nor wait
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -37,10 +36,11 @@ from shardopt.optim.averages.tensors import (
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.runtime.companions import step_along
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard
-from shardopt.runtime.torch_private import out_of_inference_mode, remove_step_hooks
+from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.gradients import is_added_up
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
@@ -231,11 +231,7 @@ class Averaging:
         Returns:
             A function that ends this.
         """
-        detach = partial(remove_step_hooks, optimizer, self._before_step, self._after_step)
-        detach()
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
-        return detach
+        return step_along(optimizer, self, AVERAGING, self._before_step, self._after_step)
 
     def _before_step(self, *unused: Any) -> None:
         refuse_capture(type(self).__name__, "do not attach the averages; call their update() after each replay")

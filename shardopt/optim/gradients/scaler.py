@@ -17,6 +17,7 @@ from shardopt.errors import GradientError, Problem
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
+from shardopt.runtime.companions import note_companion
 from shardopt.runtime.torch_gradients import ScalerStages, inverse_scale, scale_and_look
 from shardopt.sharding.gradients import carries_gradients, takes_gradient
 from shardopt.sharding.view import local_tensors
@@ -93,6 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
         self._make_scale()
+        note_companion(optimizer, self, "_growth_tracker")
         stages, atoms = ScalerStages(self), _atoms_of(optimizer)
         if isinstance(optimizer, Composed) and "closure" not in kwargs:  # which torch refuses
             refuse_stepped(stages, atoms, "step()")

@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from shardopt.ranks import ranks_of
+from shardopt.runtime.companions import note_companion
 
 
 class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
@@ -35,6 +36,7 @@ class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
                 everywhere.
             epoch: as torch's.
         """
+        note_companion(self.optimizer, self, "num_bad_epochs")
         ranks = ranks_of(getattr(self.optimizer, "process_group", None))
         mean = ranks.all_reduce_sum(torch.tensor(float(metrics), dtype=torch.float64, device=ranks.device)) / ranks.size
         super().step(float(mean), epoch)

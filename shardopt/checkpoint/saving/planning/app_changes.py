@@ -1,8 +1,8 @@
 """Finds what has changed in an app since its step was saved, by counters of writes, options and plain values.
 
 A step is saved once, so that such changes are in no checkpoint. Weights that are written and put back, as by a swap of
-averages, count as changed. Nothing is known of other objects, of tensors that are replaced, or of writes that torch does
-not count, as steps of keyed optimizers.
+averages, count as changed. Nothing is known of other objects, of tensors that are replaced, or of writes that torch
+does not count, as steps of keyed optimizers.
 """
 
 from __future__ import annotations

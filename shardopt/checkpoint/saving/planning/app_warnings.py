@@ -93,7 +93,6 @@ class AppWarnings:
         if is_whole and not self._has_looked:
             self._has_looked = warn_of_unheld(app)
 
-
     @_harmless()
     def of_saved_again(self, step: int, app: Mapping[str, Any], url: str) -> None:
         """Warns of what has changed since a step was saved or restored, which is not saved again."""

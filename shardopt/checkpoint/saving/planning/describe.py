@@ -22,6 +22,8 @@ from shardopt.checkpoint.format.tensor_bytes import (
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
 from shardopt.checkpoint.saving.planning.forgotten_schedules import (
+    tell_of_forgotten_companions,
+    tell_of_forgotten_positions,
     tell_of_forgotten_schedules,
     tell_of_inner_optimizers,
     tell_of_states_without_group,
@@ -196,6 +198,8 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     tell_of_forgotten_schedules(flat, members)
     tell_of_states_without_group(flat, members)
     tell_of_inner_optimizers(flat, members)
+    tell_of_forgotten_companions(flat, members)
+    tell_of_forgotten_positions(flat, members)
     if empty := [each for each in flat.saved_targets() if not each.state]:
         tell_of_unsaved_metrics(empty, members)
 

@@ -17,9 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardopt.checkpoint.saving.planning.app_tensors import children_of
+from shardopt.data.loops import samplers_in_loops
+from shardopt.data.sampler import ResumableSampler
+from shardopt.runtime.companions import companions_of
 from shardopt.runtime.torch_private import is_scheduled
 from shardopt.state.param_groups import PARAMS
-from shardopt.state.paths import STATE, is_below, join
+from shardopt.state.paths import STATE, Path, is_below, join
 from shardopt.state.state import FlatState, PartialStateful, PerRank
 from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 
@@ -27,6 +31,8 @@ _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that save state in no group
+
+_told_of: weakref.WeakSet[Any] = weakref.WeakSet()  # what goes along with optimizers, and samplers
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -53,6 +59,43 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
         "[optimizer-state]",
         ", ".join(scheduled),
     )
+
+
+def tell_of_forgotten_companions(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks; as above."""
+    there = {*(id(each.object) for each in flat.targets), *map(id, _attributes_in(flat))}
+    for each in flat.saved_targets():
+        if not isinstance(each.object, Optimizer):
+            continue
+        for optimizer in (each.object, *children_of(each.object)):
+            for companion, mark in companions_of(optimizer).items():
+                if companion in _told_of or id(companion) in there:
+                    continue
+                _told_of.add(companion)
+                others = [target.path for target in flat.targets if isinstance(companion, type(target.object))]
+                if is_first(members) and not _has_state(flat, mark, others):
+                    _log.warning(
+                        "%s goes along with %s, and is not in the app: a resumed run would begin it anew. Add it "
+                        "under a key of its own [optimizer-state]",
+                        *(type(companion).__name__, join(each.path)),
+                    )
+
+
+def tell_of_forgotten_positions(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, if this is a save within a loop over a sampler, and the app has none; as above."""
+    samplers = [each for each in samplers_in_loops() if each not in _told_of]
+    if not samplers or not any(isinstance(each.object, Optimizer) for each in flat.saved_targets()):
+        return
+    objects = [*(each.object for each in flat.targets), *_attributes_in(flat)]
+    if any(isinstance(each, ResumableSampler) for each in objects):
+        return
+    _told_of.update(samplers)
+    if is_first(members) and not _has_state(flat, "position"):
+        _log.warning(
+            "this is a save within a loop over the batches of a sampler, and the app has no position in the data: a "
+            'resumed run would see the first samples again. Add the sampler, or its loader ({"data": sampler}) '
+            "[data-position]"
+        )
 
 
 def is_first(members: Sequence[int] | None) -> bool:
@@ -116,10 +159,23 @@ def _with_state_in_no_group(optimizer: Optimizer) -> list[str]:
 
 def _has_schedule(flat: FlatState) -> bool:
     """Whether a schedule is an object of the app or an attribute of one, or its state is in what is saved."""
-    within = (value for each in flat.targets for value in _parts(getattr(each.object, "__dict__", {})))
-    if flat.schedules() or any(isinstance(value, LRScheduler) for value in within):
+    if flat.schedules() or any(isinstance(value, LRScheduler) for value in _attributes_in(flat)):
         return True
-    return any(_IN_EACH_STATE in leaf.path or _is_state_within(leaf.value) for leaf in flat.leaves.values())
+    return _has_state(flat, _IN_EACH_STATE)
+
+
+def _has_state(flat: FlatState, mark: str, besides: Sequence[Path] = ()) -> bool:
+    """Whether a name is in what is saved, in whatever form, but not below some paths."""
+    return any(
+        (mark in leaf.path or _is_state_within(leaf.value, mark)) and not is_below(leaf.path, *besides)
+        for leaf in flat.leaves.values()
+    )
+
+
+def _attributes_in(flat: FlatState) -> Iterator[Any]:
+    """Yields the attributes of the objects of the app."""
+    for each in flat.targets:
+        yield from _parts(getattr(each.object, "__dict__", {}))
 
 
 def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
@@ -129,11 +185,11 @@ def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
 
 
-def _is_state_within(value: Any) -> bool:
+def _is_state_within(value: Any, mark: str) -> bool:
     if isinstance(value, PerRank):
-        return _is_state_within(value.value)
+        return _is_state_within(value.value, mark)
     if isinstance(value, Mapping):
-        return _IN_EACH_STATE in value or any(map(_is_state_within, value.values()))
+        return mark in value or any(_is_state_within(each, mark) for each in value.values())
     if isinstance(value, list | tuple):
-        return any(map(_is_state_within, value))
-    return isinstance(value, str) and _IN_EACH_STATE in value  # as a framework's state may be text
+        return any(_is_state_within(each, mark) for each in value)
+    return isinstance(value, str) and mark in value  # as a framework's state may be text

@@ -118,4 +118,5 @@ def test_a_second_manager_of_the_run_waits_for_what_the_first_one_saves(tmp_path
     checkpoint.Manager(tmp_path / "other", options=OPTIONS).restore(app)  # waits for nothing
     threading.Timer(0.2, gate.set).start()
     assert not save.done and checkpoint.Manager(f"{tmp_path}/", options=OPTIONS).restore(app) == 1
+    checkpoint.load(save.result().url, app)
     first.close()
