@@ -9,8 +9,10 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.writing import pending
 from shardopt.errors import CheckpointError, CheckpointNotFoundError
+from shardopt.runtime import signals
 
 OPTIONS = checkpoint.SaveOptions(durable=False)
 
@@ -73,7 +75,16 @@ def test_a_failure_of_a_save_without_optimizers_is_raised_by_any_save_and_by_its
         manager.close()
 
 
-def test_a_stop_of_another_run_only_logs_a_failure(tmp_path, caplog):
+@pytest.fixture
+def no_deadline(monkeypatch):
+    """Nothing ends this process, which continues after the signal."""
+    monkeypatch.setattr(Stop, "_start_deadline", lambda self: None)
+    yield
+    for listener in tuple(signals._open):
+        listener.close()
+
+
+def test_a_stop_of_another_run_only_logs_a_failure(tmp_path, caplog, no_deadline):
     manager = failed(tmp_path, app_of())
     with checkpoint.Manager(tmp_path / "other", stop_on=signal.SIGUSR1, options=OPTIONS) as other:
         signal.raise_signal(signal.SIGUSR1)
