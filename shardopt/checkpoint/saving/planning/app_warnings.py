@@ -99,8 +99,8 @@ class AppWarnings:
         seen, self._seen = self._seen, (step, seen_in(_objects({**app})))
         if seen is not None and seen[0] == step and (changed := changed_since(seen[1], self._seen[1])):
             _log.warning(
-                "step %d is already in %s, and a step is saved once. What has changed since, or was written to, is not "
-                "in it: %s. Save that at a later step [run-root]",
+                "step %d is already in %s, and a step is saved once. What has changed since is not in it: %s, and "
+                "tensors if any were written. Save that at a later step [run-root]",
                 *(step, url, ", ".join(changed)),
             )
 
