@@ -48,10 +48,12 @@ class Output:
 
     Args:
         as_json: whether `data` prints, and lines do not.
+        console: of rich, to print to; None for stdout, in colours where that is a terminal.
     """
 
-    def __init__(self, as_json: bool) -> None:
-        self.as_json, self._console = as_json, _terminal()
+    def __init__(self, as_json: bool = False, console: Console | None = None) -> None:
+        self.as_json = as_json
+        self._console = console if console is not None else _terminal()
 
     def line(self, *spans: Cell) -> None:
         """Prints a line."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
 import weakref
@@ -246,6 +247,8 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.ranks.ranks", "_job_size", lambda: world._process().job_size),
         ("shardopt.sharding.view", "_rank", lambda: world._process().rank),  # by which a part of a tensor has holders
     ]
+    gone = [f"{module}.{name}" for module, name, _ in patches if name not in {*_namespace(module), *dir(builtins)}]
+    assert not gone, f"nobody looks up {gone} any more: what they stand for would not be simulated"
     names = [
         *((module, name) for module, name, _ in patches),
         *((module, name) for module, name, _ in _KEPT_BY_PROCESS),

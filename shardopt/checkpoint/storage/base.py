@@ -42,7 +42,7 @@ class Storage(ABC):
     is_remote = False
     """Whether reads go over a network; ranks then read once and share, in fewer and larger requests."""
     buffer_bytes = 4 << 20
-    """Of the buffers that a save gives to `write`, at most."""
+    """Of the buffers that a save gives to `write`, at most: so many whole segments of 256 KiB, and one at least."""
 
     @property
     def place(self) -> Mapping[str, str] | None:

@@ -91,7 +91,7 @@ class _File:
         self._header = writes.header(slot, len(per_rank))
         self._requests, self._tensor_of = writes.slots.get(slot, ()), tensor_of
         self._per_rank, self._done, self.nbytes = per_rank, done, writes.tensor_bytes(slot)
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = max(buffer_bytes // SEGMENT_BYTES, 1) * SEGMENT_BYTES
         self.digest = ""  # of header and checksums; known after an iteration
         self._streaming: Generator[memoryview] | None = None
 
@@ -109,10 +109,11 @@ class _File:
         yield memoryview(self._header)
         sums: list[bytes] = []
         for buffer, segments in self._buffers():
-            yield buffer  # which may have brought it to the core's cache
+            nbytes = buffer.nbytes
+            yield buffer  # which may have brought it to the core's cache; the storage may have released this view of it
             sums += map(xxhash.xxh3_64_digest, segments)
-            if self._done is not None and buffer.nbytes:
-                self._done.add(buffer.nbytes)
+            if self._done is not None and nbytes:
+                self._done.add(nbytes)
         if self._per_rank:
             values = memoryview(self._per_rank)
             sums += map(xxhash.xxh3_64_digest, _cut(values, SEGMENT_BYTES))

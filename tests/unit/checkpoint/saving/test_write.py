@@ -3,12 +3,13 @@
 import os
 from types import SimpleNamespace
 
+import pytest
 import torch
 import xxhash
 
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.writing import write
-from shardopt.checkpoint.storage import LocalStorage
+from shardopt.checkpoint.storage import FLUSH, LocalStorage
 
 
 def test_what_was_just_written_is_hashed_before_more_is(tmp_path, monkeypatch):
@@ -54,3 +55,27 @@ def test_small_tensors_are_written_together(tmp_path, monkeypatch):
     checkpoint.load(tmp_path / "c", loaded)
     assert all(torch.equal(loaded[key], tensor) for key, tensor in tensors.items())
     assert checkpoint.verify(tmp_path / "c").ok
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, 100_000, 5_000_000])
+def test_a_storage_says_how_large_buffers_are_and_releases_them(tmp_path, monkeypatch, buffer_bytes):
+    """Checksums go by segments, whatever the size of buffers is."""
+    write = LocalStorage.write_to
+
+    def releasing(self, fd, buffers):
+        total = 0
+        for each in buffers:
+            total += os.write(fd, each)
+            if each is not FLUSH:
+                each.release()
+        return total
+
+    tensors = {"large": torch.arange(1 << 20), "small": torch.ones(3)}
+    monkeypatch.setattr(LocalStorage, "buffer_bytes", buffer_bytes)
+    monkeypatch.setattr(LocalStorage, "write_to", releasing)
+    checkpoint.save(tmp_path / "a", tensors)
+    assert checkpoint.verify(tmp_path / "a").ok
+    monkeypatch.setattr(LocalStorage, "write_to", write)
+    loaded = {key: torch.zeros_like(each) for key, each in tensors.items()}
+    checkpoint.load(tmp_path / "a", loaded)
+    assert all(torch.equal(loaded[key], each) for key, each in tensors.items())
