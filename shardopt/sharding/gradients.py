@@ -237,6 +237,25 @@ def is_frozen(param: Tensor) -> bool:
     return takes_gradient(param) and not param.requires_grad
 
 
+def is_moved_by_backward(param: Tensor) -> bool:
+    """Whether backward itself moves this tensor of an optimizer, for whose step it leaves no gradient. Local.
+
+    So are views of tables, which torchrec's fused optimizers have: no parameters, and without a gradient. False where
+    no element of it is.
+    """
+    if requires_gradient(param) or (takes_gradient(param) and isinstance(param, Parameter)) or has_gradient(param):
+        return False
+    local = local_tensors(param)
+    return bool(local) and not any(each.requires_grad for each in local)
+
+
+def updates_in_backward(optimizer: Any) -> bool:
+    """Whether backward moves tensors of an optimizer of any library, as it says itself, or as they say."""
+    if getattr(optimizer, "updates_in_backward", False):
+        return True
+    return any(is_moved_by_backward(param) for group in optimizer.param_groups for param in group["params"])
+
+
 def is_added_up(param: Tensor) -> bool:
     """Whether norms and sums of a tensor's elements make sense: not for a frozen one, or for codes and scales."""
     return not (is_frozen(param) and is_composite(param))

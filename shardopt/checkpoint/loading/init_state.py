@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
+from shardopt.checkpoint.loading.object_state import lacks_state_alone
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.torchs.made_state import (
     TorchsState,
@@ -236,9 +237,7 @@ def _changes(
             entries = {name: entries.get(flat.tied.get(name, name), {}) for name in make}
             known_entries = _known_entries(each, entries, flat, manifest)
             yield key, _Change(optimizer, make, sorted(unstepped), kept, forget, entries=known_entries)
-        elif any(name.startswith(f"{each.state_key}.") and name in manifest.tensors for name in own) and not any(
-            name.startswith(f"{each.state_key}.") and isinstance(flat.leaves[name].value, Tensor) for name in here
-        ):
+        elif lacks_state_alone(each, flat, here, manifest.tensors.keys() & own):
             yield key, _Change(optimizer, None)
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
-from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.names import Names, owner_of
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import Problem, ShardoptError
+from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.state.param_groups import (
     ALGORITHM,
     PARAMS,
@@ -60,7 +61,7 @@ class StateOfObject:
         )
         saved = [key for key in self.there if key.startswith(prefix) and key in self.names.manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
-            return None
+            return self._no_state_of_some(saved) if live else None
         if live and any(key.startswith(prefix) for key in self.names.incomplete):
             return None  # there is some, which was left out
         return self._another_algorithm() or self._no_state_on_one_side(live)
@@ -80,6 +81,21 @@ class StateOfObject:
                 "place of an optimizer around another, give the app the inner one, which loads this under the same key)"
             )
         return Problem(self.target.state_key, found, required, remedy)
+
+    def _no_state_of_some(self, saved: Iterable[str]) -> Problem | None:
+        """Returns the problem of another library's optimizer that lacks stored state, and has that of others.
+
+        Of ours, and of torch's, the parameters are compared one by one.
+        """
+        target = self.target
+        if target.held_names is None or target.numbered is not None or isinstance(target.object, PartialStateful):
+            return None
+        _, lacking = _names_with_state(target, self.flat, self.own, saved)
+        if not lacking:
+            return None
+        key, found = f"{target.state_key}.{min(lacking)}", f"state of {len(lacking)} parameters in the checkpoint"
+        remedy = "call init_state() before loading (where there is none, take a step)"
+        return Problem(key, found, "none: it was never initialized in the app", remedy)
 
     def _another_algorithm(self) -> Problem | None:
         """Returns the problem of the first stored options that another algorithm than the app's has saved."""
@@ -195,6 +211,38 @@ class StateOfObject:
         if not self.flat.tied or len(path) <= at or (held_names := self.target.held_names) is None:
             return path
         return *path[:at], self.flat.name_here(path[at], held_names()), *path[at + 1 :]
+
+
+def _names_with_state(
+    target: RestoreTarget, flat: FlatState, own: Iterable[str], stored: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Returns the names under which an optimizer has tensors as state, and those of its own with stored state alone.
+
+    All that is stored has no name ("") where the optimizer's own are unknown.
+    """
+    prefix, at = f"{target.state_key}.", len(target.path) + 1
+    here = (flat.leaves[key] for key in own if key.startswith(prefix))
+    live = {str(path[at]) for leaf in here if isinstance(leaf.value, torch.Tensor) for path in leaf.paths_here}
+    there = [key.removeprefix(prefix) for key in stored if key.startswith(prefix)]
+    if target.held_names is None:
+        return live, {""} if there else set()
+    names = {flat.tied.get(name, name): name for name in target.held_names()}
+    owners = (owner_of(key, names)[0] for key in there)
+    return live, {names[name] for name in owners if name} - live
+
+
+def lacks_state_alone(target: RestoreTarget, flat: FlatState, own: Iterable[str], stored: Iterable[str]) -> bool:
+    """Whether an optimizer lacks stored state, and has none that a step changes, by which others make theirs.
+
+    Steps do not change that of tables which are moved by backward.
+
+    Args:
+        own: the keys that it has in the app.
+        stored: the keys of its tensors in the checkpoint.
+    """
+    live, lacking = _names_with_state(target, flat, own, stored)
+    params = getattr(target.object, "params", {})
+    return bool(lacking) and all(name in params and is_moved_by_backward(params[name]) for name in live)
 
 
 def can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.partial_loads import is_partly_loaded, refuse_partly_loaded
+from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.pieces import View
 from shardopt.sharding.swapped import refuse_swapped
-from shardopt.sharding.view import local_tensors
+from shardopt.sharding.view import addresses_of, local_tensors
 from shardopt.state.names import plain_name
 from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget
@@ -127,13 +128,19 @@ def _refuse_strange(
 
     A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
     device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
-    that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole.
+    that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole, and
+    views of tables by their memory.
 
     Args:
         held: the ids of tensors that the app has besides.
         saved: id → key of each tensor that is saved, also of those that an object's state has.
     """
-    owned = held.union(id(tensor) for parameters in modules.values() for tensor in parameters.values())
+    parameters = [tensor for own in modules.values() for tensor in own.values()]
+    owned = held.union(map(id, parameters))
+    groups = (group for each in optimizers for group in cast(Optimizer, each.object).param_groups)
+    if views := [tensor for group in groups for tensor in group["params"] if is_moved_by_backward(tensor)]:
+        addresses = {0, *addresses_of(parameters)}
+        owned.update(id(view) for view in views if not addresses.isdisjoint(addresses_of([view])))
     each_with_path = [(each.path, child) for each in optimizers for child in children_of(each.object)]
     problems = [_strange(join(path), optimizer, modules, owned, saved) for path, optimizer in each_with_path]
     if any(problems):

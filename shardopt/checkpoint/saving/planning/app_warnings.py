@@ -25,6 +25,7 @@ from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.saving.planning.app_changes import Seen, changed_since, seen_in
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.runtime.torch_gradients import shards_of
+from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import Path, join
 from shardopt.state.state import PerRank, is_stateful
@@ -138,8 +139,12 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
 def warn_of_frozen(app: Mapping[str, Any]) -> None:
     """Logs a warning for each optimizer with state, of steps that were made, of parameters that are frozen. Local."""
     for key, optimizer in _optimizers(_objects({**app})).items():
-        children = list(children_of(optimizer))
-        frozen = [name for each in children for name, own in _named(each, False) if _has_stepped(each.state.get(own))]
+        frozen = [
+            name
+            for each in children_of(optimizer)
+            for name, own in _named(each, False)
+            if _has_stepped(each.state.get(own)) and not is_moved_by_backward(own)
+        ]
         if frozen:
             _log.warning(
                 "%s has made steps of %d parameters that are frozen now, such as %s: if the run unfroze them at a "
