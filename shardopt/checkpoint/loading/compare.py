@@ -21,12 +21,14 @@ from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
 from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
+from shardopt.checkpoint.loading.torchs.resized_buffers import resized_buffer
 from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
 from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
+from shardopt.sharding.view import view_of
 from shardopt.state.paths import Path, is_below, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
@@ -113,6 +115,9 @@ def compare(
         elif view is None or tensor is None:
             found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
         else:
+            resized = resized_buffer(leaf, view, tensor.layout.shape, flat)
+            if resized is not None:
+                match.values[key], view = resized, view_of(resized, key)
             found = _match_tensor(key, view, tensor, match, strictness, names)
         if found is not None:
             problems.append(found)

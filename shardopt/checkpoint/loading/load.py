@@ -259,7 +259,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     report = LoadReport(
         url=plan.reader.url,
         save_id=manifest.save_id,
-        loaded=(*match.tensors, *match.values, *match.per_rank),
+        loaded=tuple(dict.fromkeys((*match.tensors, *match.values, *match.per_rank))),
         missing=tuple(match.missing),
         unexpected=tuple(match.unexpected),
         cast=tuple(match.cast),

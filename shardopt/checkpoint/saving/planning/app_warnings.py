@@ -27,7 +27,7 @@ from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_o
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import local_tensors
-from shardopt.state.paths import Path, join
+from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import PerRank, is_stateful
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
@@ -55,6 +55,8 @@ class AppWarnings:
         self._told_of_step = False
         self._has_looked = False  # for what optimizers step and the app lacks
         self._seen: tuple[int, Seen] | None = None  # the last step that was saved or restored, and the app's state then
+        self._has_seen_tables = False
+        self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
 
     @_harmless()
     def of_saved(self, step: int, app: Any) -> None:
@@ -71,6 +73,29 @@ class AppWarnings:
             )
         if not has_looked:
             warn_of_unheld(app)
+        if not self._has_seen_tables:
+            self._has_seen_tables = True
+            warn_of_collisions(app)
+        self._compare_rates(app, warns=True)
+
+    def _compare_rates(self, app: Mapping[str, Any], warns: bool) -> None:
+        """Notes the rates of optimizers by names, and warns once of those that have changed and are not saved."""
+        found = list(_objects({**app}))
+        for key, optimizer in _optimizers(found).items():
+            rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)]
+            first = self._rates.setdefault(key, rates)
+            if not (warns and first and rates != first and isinstance(getattr(optimizer, "params", None), Mapping)):
+                continue
+            self._rates[key] = []
+            has_schedule = any("initial_lr" in group for group in optimizer.param_groups)  # torch's, or our warm-up
+            may_be_set = has_schedule or any(_may_hold_others(each) for _, each in found)
+            if not may_be_set and PARAM_GROUPS not in optimizer.state_dict():
+                _log.warning(
+                    "the rates of %s have changed, and it does not save them: a resumed run would begin with those of "
+                    "the code. Call its save_param_groups(True) before the restore, unless the loop sets them anew "
+                    "before each step [optimizer-state]",
+                    key,
+                )
 
     @_harmless()
     def of_restored(self, step: int | None, app: Mapping[str, Any], loaded: Collection[str], is_whole: bool) -> None:
@@ -89,6 +114,7 @@ class AppWarnings:
                 *(counted, step, step),
             )
         self._seen = None if step is None else (step, seen_in(_objects({**app})))
+        self._compare_rates(app, warns=False)
         if step is not None:
             warn_of_frozen(app)
         if is_whole and not self._has_looked:
@@ -134,6 +160,22 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
                 *(key, len(unheld), unheld[0]),
             )
     return told
+
+
+def warn_of_collisions(app: Mapping[str, Any]) -> None:
+    """Logs a warning of torchrec's managed-collision modules, whose state_dict lacks some of what they count. Local."""
+    models = [(join(path), each) for path, each in _objects({**app}) if isinstance(each, Module)]
+    for key in [key for key, model in models if any(map(_manages_collisions, model.modules()))]:
+        _log.warning(
+            "%s has managed-collision tables of torchrec's, whose state_dict() leaves out the ids that they have seen "
+            "since they last evicted some: a resumed run may give ids other rows than the run did [cannot-store]",
+            key,
+        )
+
+
+def _manages_collisions(module: Module) -> bool:
+    names = ((each.__name__, each.__module__.partition(".")[0]) for each in type(module).__mro__)
+    return ("MCHManagedCollisionModule", "torchrec") in names
 
 
 def warn_of_frozen(app: Mapping[str, Any]) -> None:

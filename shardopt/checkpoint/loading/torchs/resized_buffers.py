@@ -1,0 +1,51 @@
+"""Finds buffers that their module gives the stored shape in a load, as torch's observers and fake quantization do.
+
+These have another shape until the first batch. Classes that only convert old state have the same hook (batch norm), so
+that a copy of the module tries the load.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from shardopt.sharding.pieces import View
+from shardopt.state.state import FlatState, Leaf
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+def resized_buffer(leaf: Leaf, view: View, shape: tuple[int, ...], flat: FlatState) -> Tensor | None:
+    """Returns a new tensor of the stored shape, if the leaf is a buffer whose module takes that; None otherwise."""
+    if view.shape == shape or type(leaf.value) is not Tensor:
+        return None
+    target = next((each for each in flat.targets if each.path == leaf.path[:-1]), None)
+    if target is None or not isinstance(target.object, Module):
+        return None
+    own_names = {plain: name for name, plain in target.plain_names.items()}
+    name = str(own_names.get(leaf.path[-1], leaf.path[-1]))
+    try:
+        module = target.object.get_submodule(name.rpartition(".")[0])
+    except AttributeError:
+        return None
+    new = leaf.value.new_empty(shape)
+    return new if _takes(module, name.rpartition(".")[2], new) else None
+
+
+def _takes(module: Module, name: str, value: Tensor) -> bool:
+    if name not in module._buffers or type(module)._load_from_state_dict is Module._load_from_state_dict:
+        return False
+    errors: list[str] = []
+    try:
+        trial = copy.deepcopy(module)
+        with torch.no_grad():
+            trial._load_from_state_dict({name: value}, "", {}, False, [], [], errors)
+    except Exception as error:
+        _log.debug("a copy of %s cannot try a load: %r", type(module).__name__, error)
+        return False
+    taken = trial._buffers.get(name)
+    return not errors and taken is not None and taken.shape == value.shape
