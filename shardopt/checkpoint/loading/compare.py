@@ -29,7 +29,7 @@ from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_pr
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state.paths import Path, is_below, keys_below, lists_differ, tell_path
+from shardopt.state.paths import Index, Path, is_below, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
@@ -37,6 +37,10 @@ _MISSING = (
     'strict=Strictness(missing="ignore"), or load only some keys by select='
 )
 NOT_STORED = "nothing in the checkpoint"
+LENGTH_DIFFERS = (
+    "if the run makes this list longer or shorter, empty it before the load (del it[:]), by which it gets what is "
+    "stored; otherwise "
+)
 
 
 @dataclass(slots=True)
@@ -125,7 +129,9 @@ def compare(
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
-            problem = Problem(key, NOT_STORED, _kind_of_leaf(flat.leaves[key], views.get(key)), _MISSING)
+            of_list = LENGTH_DIFFERS if type(flat.leaves[key].path[-1]) is Index else ""
+            kind = _kind_of_leaf(flat.leaves[key], views.get(key))
+            problem = Problem(key, NOT_STORED, kind, of_list + _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names)
     problems += _not_to_be_filled(match, needs_memory)

@@ -31,7 +31,7 @@ from shardopt.checkpoint.loading.names_in_app import names_in_app
 from shardopt.checkpoint.loading.positional_params import warn_of_order
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
-from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
+from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, passed_by_told, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
 from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.loading.torchs_own import warn_of_other_classes, warn_of_other_options
@@ -236,7 +236,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         if undo is not None:
             unless_read.callback(undo)
         begin = world().monotonic()
-        with damage_told(CHANGED_NOTHING):
+        with damage_told(CHANGED_NOTHING), passed_by_told(rules):
             plan = compare_with_app(ranks, what, look, options)
             match, names, manifest = plan.match, plan.names, plan.reader.manifest
             schedules = plan.flat.schedules() if ranks.rank == 0 else []

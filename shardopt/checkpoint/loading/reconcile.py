@@ -22,8 +22,8 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.loading.compare import NOT_STORED, Match, kind_of_stored
-from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Match, kind_of_stored
+from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.other_names import rename_hint
 from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import MismatchError, Problem
@@ -31,7 +31,7 @@ from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
 from shardopt.state.param_groups import SAVED_BY
-from shardopt.state.paths import PARAM_GROUPS
+from shardopt.state.paths import PARAM_GROUPS, Index
 from shardopt.state.state import FlatState
 
 _UNEXPECTED = (
@@ -170,13 +170,15 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
     choice = strictness.unexpected
     if choice == "ignore":
         return []
-    grown = _grown_by(match.unexpected, names.chosen)
+    grown, paths = _grown_by(match.unexpected, names.chosen), stored_paths(names.manifest)
+    items = {key for key in match.unexpected if type(paths[key][-1]) is Index}
     problems = [
         Problem(
             key,
             f"{kind_of_stored(names.manifest, key)} in the checkpoint",
             "nothing under this key",
-            f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_GROWN if key in grown else ''}{_UNEXPECTED}",
+            f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_GROWN if key in grown else ''}"
+            f"{LENGTH_DIFFERS if key in items else ''}{_UNEXPECTED}",
         )
         for key in match.unexpected
     ]

@@ -8,7 +8,8 @@ earlier versions, and of a plain save, tell nothing: whether their names are old
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -174,7 +175,20 @@ def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:
     shown = [f"{old} -> {new}" for new, old in sorted(renamed.items())[:3]]
     more = f", and {len(renamed) - len(shown)} more" if len(renamed) > len(shown) else ""
     texts = [f"renamed {', '.join(shown)}{more}" if shown else "renamed nothing"]
-    if rules.passed_by:
-        passed_by = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in rules.passed_by)
-        texts.append(f"its names have been through {passed_by} already")
-    return "; ".join(texts)
+    return "; ".join([*texts, *_passed_by(rules)])
+
+
+def _passed_by(rules: RulesDue) -> list[str]:
+    passed_by = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in rules.passed_by)
+    return [f"its names have been through {passed_by} already"] if passed_by else []
+
+
+@contextmanager
+def passed_by_told(rules: RulesDue | None) -> Iterator[None]:
+    """Adds to a refusal which rules of `rename` were passed by, on all ranks alike."""
+    try:
+        yield
+    except MismatchError as error:
+        error.message = "\n".join([error.message, *(_passed_by(rules) if rules is not None else ())])
+        error.args = (error.message,)
+        raise

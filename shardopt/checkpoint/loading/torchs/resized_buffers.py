@@ -26,8 +26,8 @@ def resized_buffer(leaf: Leaf, view: View, shape: tuple[int, ...], flat: FlatSta
     target = next((each for each in flat.targets if each.path == leaf.path[:-1]), None)
     if target is None or not isinstance(target.object, Module):
         return None
-    own_names = {plain: name for name, plain in target.plain_names.items()}
-    name = str(own_names.get(leaf.path[-1], leaf.path[-1]))
+    plain = str(leaf.path[-1])
+    name = next((own for own, each in target.plain_names.items() if each == plain), plain)
     try:
         module = target.object.get_submodule(name.rpartition(".")[0])
     except AttributeError:

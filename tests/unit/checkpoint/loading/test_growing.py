@@ -279,3 +279,16 @@ def _with_lists_of_ranks(root):
 
 def test_elements_of_lists_are_for_the_ranks_that_have_them(tmp_path):
     run_ranks(2, _with_lists_of_ranks, str(tmp_path))
+
+
+@pytest.mark.parametrize("here", [1, 5])
+def test_a_list_of_another_length_says_to_empty_it(tmp_path, here):
+    checkpoint.save(tmp_path / "one", {"seen": [torch.full((2,), float(i)) for i in range(3)], "step": 1})
+    seen = [torch.zeros(2) for _ in range(here)]
+    app = {"seen": seen, "step": 0}
+    with pytest.raises(MismatchError) as refused:
+        checkpoint.load(tmp_path / "one", app)
+    assert all("del it[:]" in each.remedy for each in refused.value.problems)
+    del seen[:]
+    checkpoint.load(tmp_path / "one", app)
+    assert [each.tolist() for each in seen] == [[0, 0], [1, 1], [2, 2]]

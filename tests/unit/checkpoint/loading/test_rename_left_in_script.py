@@ -231,3 +231,13 @@ def test_names_that_shift_between_ranks_tell_whether_they_are_new(tmp_path):
     checkpoint.save(tmp_path / "new", {"b": torch.full((2,), 1.0), "c": torch.full((2,), 2.0)})
     checkpoint.save(tmp_path / "old", {key: torch.ones(2) for key in "bcd"})
     assert run_ranks(2, load_shifted, str(tmp_path)) == [[1.0, "bad-rules"], [2.0, "bad-rules"]]
+
+
+def test_a_refusal_tells_of_rules_that_were_passed_by(tmp_path):
+    start(tmp_path, app_of("first", "second"), 1)
+    start(tmp_path, app_of("second", "first"), 2, SWAP)
+    with pytest.raises(MismatchError, match="its names have been through .*already"):
+        start(tmp_path, app_of("second", "third"), 3, SWAP)
+    with pytest.raises(MismatchError) as refused:
+        start(tmp_path, app_of("second", "third"), 3)
+    assert "have been through" not in str(refused.value)
