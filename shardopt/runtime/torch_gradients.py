@@ -5,6 +5,7 @@ Each is present and behaves alike in torch 2.13 and 2.15; a test of each fails b
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import sys
@@ -260,3 +261,17 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     It is not run if that backward fails before.
     """
     torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def loads_buffer(module: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether a class of module has a hook by which it loads this value, of another shape, into its own buffer.
+
+    A copy of the module tries it, and may raise errors of any kind.
+    """
+    has_hook = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    if not has_hook or name not in dict(module.named_buffers(recurse=False)):
+        return False
+    trial, errors = copy.deepcopy(module), list[str]()
+    with torch.no_grad():
+        trial._load_from_state_dict({name: value}, "", {}, False, [], [], errors)
+    return not errors and dict(trial.named_buffers(recurse=False))[name].shape == value.shape

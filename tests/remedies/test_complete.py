@@ -36,7 +36,6 @@ TEXTS = {
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
-    "empty it before the load (del it[:])": "tests/unit/checkpoint/loading/test_growing.py follows it",
     "use as many ranks, or PerRank(": RANKS,
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
     "To go on from those of the groups, make it again": "tests/unit/optim/test_schedule_rates.py follows it",

@@ -6,13 +6,12 @@ that a copy of the module tries the load.
 
 from __future__ import annotations
 
-import copy
 import logging
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
+from shardopt.runtime.torch_gradients import loads_buffer
 from shardopt.sharding.pieces import View
 from shardopt.state.state import FlatState, Leaf
 
@@ -32,20 +31,9 @@ def resized_buffer(leaf: Leaf, view: View, shape: tuple[int, ...], flat: FlatSta
         module = target.object.get_submodule(name.rpartition(".")[0])
     except AttributeError:
         return None
-    new = leaf.value.new_empty(shape)
-    return new if _takes(module, name.rpartition(".")[2], new) else None
-
-
-def _takes(module: Module, name: str, value: Tensor) -> bool:
-    if name not in module._buffers or type(module)._load_from_state_dict is Module._load_from_state_dict:
-        return False
-    errors: list[str] = []
+    new, buffer = leaf.value.new_empty(shape), name.rpartition(".")[2]
     try:
-        trial = copy.deepcopy(module)
-        with torch.no_grad():
-            trial._load_from_state_dict({name: value}, "", {}, False, [], [], errors)
+        return new if loads_buffer(module, buffer, new) else None
     except Exception as error:
         _log.debug("a copy of %s cannot try a load: %r", type(module).__name__, error)
-        return False
-    taken = trial._buffers.get(name)
-    return not errors and taken is not None and taken.shape == value.shape
+        return None
