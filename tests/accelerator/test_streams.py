@@ -160,7 +160,7 @@ def failed_write(standin):
 
 def test_a_write_that_fails_keeps_no_buffers():
     ((pinned, nbytes, has_pages),) = on_accelerator(1, failed_write)
-    assert nbytes >= 1 << 20 and pinned == 0 and not has_pages
+    assert nbytes >= 1 << 19 and pinned == 0 and not has_pages
 
 
 class RefusingRuntime:

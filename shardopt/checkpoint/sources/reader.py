@@ -185,7 +185,8 @@ class CheckpointReader(CheckpointContents):
             _, dtype, layout, tied_to, stored_as = self.manifest.tensors[key]
             own_name = key if tied_to is stored_as is None else self.key_in_files(key)
             for box, tensor in pieces:
-                for each in self._overlaps.get((layout, dtype.name, box)) or self._find_overlaps(layout, dtype, box):
+                found = self._overlaps.get((layout, dtype.name, box))
+                for each in self._find_overlaps(layout, dtype, box) if found is None else found:
                     reads.append((each, each.entry.key(own_name) if each.entry.is_patch else own_name, dtype, tensor))
         used, names = {id(each): each for each, _, _, _ in reads}, {name for _, name, _, _ in reads}
         if any(len(overlap.numbers) > 1 for overlap in used.values()):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,12 @@ _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that save state in no group
 
+_MOST_LOOKED_AT = 64
+_VALUES_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    list: list.__iter__,
+    tuple: tuple.__iter__,
+}
 _told_of: weakref.WeakSet[Any] = weakref.WeakSet()  # what goes along with optimizers, and samplers
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -63,22 +70,27 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
 
 def tell_of_forgotten_companions(flat: FlatState, members: Sequence[int] | None) -> None:
     """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks; as above."""
-    there = {*(id(each.object) for each in flat.targets), *map(id, _attributes_in(flat))}
-    for each in flat.saved_targets():
-        if not isinstance(each.object, Optimizer):
+    optimizers = [(each.path, each.object) for each in flat.saved_targets() if isinstance(each.object, Optimizer)]
+    there = {id(each.object) for each in flat.targets}
+    lacking = [
+        (path, companion, mark)
+        for path, outer in optimizers
+        for optimizer in (outer, *children_of(outer))
+        for companion, mark in companions_of(optimizer).items()
+        if id(companion) not in there and companion not in _told_of
+    ]
+    within = set(map(id, _attributes_in(flat))) if lacking else set()
+    for path, companion, mark in lacking:
+        if id(companion) in within or companion in _told_of:
             continue
-        for optimizer in (each.object, *children_of(each.object)):
-            for companion, mark in companions_of(optimizer).items():
-                if companion in _told_of or id(companion) in there:
-                    continue
-                _told_of.add(companion)
-                others = [target.path for target in flat.targets if isinstance(companion, type(target.object))]
-                if is_first(members) and not _has_state(flat, mark, others):
-                    _log.warning(
-                        "%s goes along with %s, and is not in the app: a resumed run would begin it anew. Add it "
-                        "under a key of its own [optimizer-state]",
-                        *(type(companion).__name__, join(each.path)),
-                    )
+        _told_of.add(companion)
+        others = [target.path for target in flat.targets if isinstance(companion, type(target.object))]
+        if is_first(members) and not _has_state(flat, mark, others):
+            _log.warning(
+                "%s goes along with %s, and is not in the app: a resumed run would begin it anew. Add it under a key "
+                "of its own [optimizer-state]",
+                *(type(companion).__name__, join(path)),
+            )
 
 
 def tell_of_forgotten_positions(flat: FlatState, members: Sequence[int] | None) -> None:
@@ -179,10 +191,16 @@ def _attributes_in(flat: FlatState) -> Iterator[Any]:
 
 
 def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the values of attributes, and those in their lists, tuples and dicts."""
+    """Yields the values of attributes, and the first ones in their lists, tuples and dicts.
+
+    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does. A list of
+    schedules is short, and one of data may have millions of entries.
+    """
     for value in attributes.values():
         yield value
-        yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        for plain, values in _VALUES_OF.items():
+            if isinstance(value, plain):
+                yield from islice(values(value), _MOST_LOOKED_AT)
 
 
 def _is_state_within(value: Any, mark: str) -> bool:

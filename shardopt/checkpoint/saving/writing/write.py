@@ -138,7 +138,7 @@ class _File:
                 room, used, address, segments = room[used:], 0, address + used, []
             if is_small:
                 if nbytes > len(room):
-                    made = bytearray(min(self.nbytes, SEGMENT_BYTES))
+                    made = bytearray(max(nbytes, min(self.nbytes, SEGMENT_BYTES)))
                     room, address = memoryview(made), ctypes.addressof(ctypes.c_ubyte.from_buffer(made))
                 if nbytes:
                     move_bytes(address + used, tensor.data_ptr(), nbytes)
@@ -152,11 +152,13 @@ class _File:
             for memory in memories:
                 if memory is FLUSH:
                     yield memory, ()
-                yield from ((buffer, _cut(buffer, SEGMENT_BYTES)) for buffer in _cut(memory, self._buffer_bytes))
+                yield from ((buffer[:], _cut(buffer, SEGMENT_BYTES)) for buffer in _cut(memory, self._buffer_bytes))
         if segments:
             yield room[:used], segments
 
 
 def _cut(memory: memoryview, nbytes: int) -> Iterable[memoryview]:
-    """Cuts memory into parts of at most so many bytes."""
+    """Cuts memory into parts of at most so many bytes; of thousands of small tensors none is sliced."""
+    if memory.nbytes <= nbytes:
+        return (memory,) if memory.nbytes else ()
     return [memory[begin : begin + nbytes] for begin in range(0, memory.nbytes, nbytes)]
