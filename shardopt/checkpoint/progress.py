@@ -43,7 +43,7 @@ def progress_bar(doing: str) -> Iterator[Progress | None]:
     with checkpoint.progress_bar("saving") as progress:
         checkpoint.save(url, app, progress=progress)
     """
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield None
         return
     try:

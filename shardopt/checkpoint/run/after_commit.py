@@ -95,6 +95,8 @@ class AfterCommit:
             self._known[id] = _Known(url, report.save_id, dict(report.metrics))
             for oldest in list(self._known)[:-_MOST_KNOWN]:  # in the order of commits: the same on all ranks
                 del self._known[oldest]
+        if not is_on_hosts(report.url):
+            self._keeper.saved_at_root(id)
         # Now, as it may come to the root much later.
         noted = Noted(world().wall_clock(), report.metrics, report.save_id)
         if self.tiers is None or not self.tiers.are_connected:  # as where a job stops at its first save

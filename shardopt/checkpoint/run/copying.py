@@ -14,6 +14,7 @@ from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGME
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.saving.commit import publish_checkpoint
 from shardopt.checkpoint.saving.removal import discard, remove_in_the_way
+from shardopt.checkpoint.saving.writing.no_space import explain_no_space
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.sources.reading.open_file import DataFileReader
 from shardopt.checkpoint.sources.reading.verified_chunks import VerifiedChunks
@@ -95,7 +96,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
         raise CheckpointError("ranks do not see the same checkpoint", [problem], code="ranks-see-different")
-    with wrap_os_errors(f"make {target.url}"):
+    with wrap_os_errors(f"make {target.url}"), explain_no_space(target, "a directory", int, int):
         target.make()
         beside = {file.directory: directory_of(file, target) for file in manifest.referred_files}
         for storage in beside.values():
@@ -122,8 +123,11 @@ def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ra
     Files that the checkpoint refers to go into directories beside the copy's, where they are not there yet: then the
     copy refers to them as the checkpoint does.
     """
-    with wrap_os_errors(f"copy {source.url} to {target.url}"):
-        own = [file for file in manifest.files if writer_of(file.name) % ranks.size == ranks.rank]
+    own = [file for file in manifest.files if writer_of(file.name) % ranks.size == ranks.rank]
+    with (
+        wrap_os_errors(f"copy {source.url} to {target.url}"),
+        explain_no_space(target, "its files", lambda: sum(file.nbytes for file in own), int),
+    ):
         return sum(_upload(file, directory_of(file, source), directory_of(file, target)) for file in own)
 
 
@@ -141,7 +145,7 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
     """Copies the other files in the checkpoint's directory, and then the manifest. On rank 0."""
-    with wrap_os_errors(f"commit {target.url}"):
+    with wrap_os_errors(f"commit {target.url}"), explain_no_space(target, "its manifest", data.__len__, int):
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
                 _copy_other_file(source, target, name)

@@ -50,6 +50,7 @@ class Keeper(Task):
         self._noted: dict[CheckpointId, Noted] = {}
         self._resumed: CheckpointId | None = None
         self._saved: CheckpointId | None = None
+        self._at_root: int | None = None  # the last step that this job saved to the root, and not to a tier
         self._damaged: frozenset[str] = frozenset()
         self._warned = self._told_of_metric = False
         self._staying: dict[str, str] = {}  # URL → why it was not removed, as was told
@@ -63,7 +64,11 @@ class Keeper(Task):
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
         """
         self._resumed, self._damaged = id, frozenset(damaged)
-        self._saved, self._warned = None, False
+        self._saved, self._at_root, self._warned = None, None, False
+
+    def saved_at_root(self, id: CheckpointId) -> None:
+        """Notes a commit in the root, which lower steps from tiers may reach later: no other job has saved it."""
+        self._at_root = id.step
 
     def make_way(self, id: CheckpointId) -> None:
         """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint.
@@ -188,7 +193,8 @@ class Keeper(Task):
             keep = self._kept(root, whole)
             if self._run.branches != branches or not self._run.may_remove():  # that took its time
                 return []
-        if self._saved is not None and newest > self._saved.step and not self._warned:
+        is_other = self._saved is not None and newest > self._saved.step and newest != self._at_root
+        if self._saved is not None and is_other and not self._warned:
             self._warned = True
             is_resumed = self._resumed is not None and self._resumed.step == newest
             _log.warning(

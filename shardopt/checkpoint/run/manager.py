@@ -118,31 +118,37 @@ class Manager:
         rules, preemption = retention_of(keep), preemption_of(stop_on)
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
         check_run_options(root, copies, export, every, stage, preemption is not None, options)
-        roots = [hold(url) for url, _ in given]
-        refuse_unfit_tiers(tiers, roots, incremental)
-        terms = SaveTerms(
-            **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
-            process_group=process_group,
-            base_required=False,
-            renamed=(),
-        )
-        seconds = options.deadline_seconds
-        shared = SharedGroup(process_group, seconds)
-        rank = shared.ranks.rank  # refused where it is not in the group
-        copier = None
-        if mirror is not None:
-            copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
-        self._run = Run(Root(roots[0]), shared, copier, every, rules)
-        self._tiers = Tiers(self._run, tiers) if tiers else None
-        self._after = AfterCommit(
-            self._run,
-            self._tiers,
-            None if export is None or rank else Exporter(self._run, export),
-            None if preemption is None or rank else preemption.seconds,
-        )
-        self._steps = Steps(self._run, self._after, stage, incremental, terms)
-        self._tied, self._closed = options.tied, False
-        self._stop = None if preemption is None else Stop(preemption)
+        with ExitStack() as if_it_fails:  # whoever keeps the error keeps this frame, too
+            roots = []
+            for url, _ in given:
+                roots.append(hold(url))
+                if_it_fails.callback(release, roots[-1])
+            refuse_unfit_tiers(tiers, roots, incremental)
+            terms = SaveTerms(
+                **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
+                process_group=process_group,
+                base_required=False,
+                renamed=(),
+            )
+            seconds = options.deadline_seconds
+            shared = SharedGroup(process_group, seconds)
+            rank = shared.ranks.rank  # refused where it is not in the group
+            copier = None
+            if mirror is not None:
+                copier = MirrorCopier(root, mirror.url, deadline_seconds=seconds, process_group=process_group)
+                if_it_fails.callback(release, copier.remote)
+            self._run = Run(Root(roots[0]), shared, copier, every, rules)
+            self._tiers = Tiers(self._run, tiers) if tiers else None
+            self._after = AfterCommit(
+                self._run,
+                self._tiers,
+                None if export is None or rank else Exporter(self._run, export),
+                None if preemption is None or rank else preemption.seconds,
+            )
+            self._steps = Steps(self._run, self._after, stage, incremental, terms)
+            self._tied, self._closed = options.tied, False
+            self._stop = None if preemption is None else Stop(preemption)
+            if_it_fails.pop_all()
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether or not it exists. Local."""

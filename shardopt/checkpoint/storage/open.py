@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
@@ -86,14 +86,15 @@ def hold(url: str | os.PathLike[str]) -> Storage:
     storage = world().open_storage(os.fspath(url), True, _open)
     place = _place_of(storage, _options_of(storage.url, _options))
     _refuse_elsewhere(storage, place)
-    _held[storage] = place
+    key = id(storage)
+    _held[key] = ref(storage, lambda _: _held.pop(key, None)), place
     return storage
 
 
 def release(*storages: Storage) -> None:
     """Ends what `hold` has begun."""
     for each in storages:
-        _held.pop(each, None)
+        _held.pop(id(each), None)
 
 
 def register_storage(protocol: str, opener: Callable[..., Storage]) -> None:
@@ -150,9 +151,14 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
 
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
-_held: WeakKeyDictionary[Storage, Mapping[str, str]] = WeakKeyDictionary()  # and where they are
-_CREDENTIALS = re.compile("key|secret|token|pass|credential|user|sas|anon|client_id|tenant", re.IGNORECASE)
-"""In names of options that do not say where files are."""
+_held: dict[int, tuple[ref[Storage], Mapping[str, str]]] = {}  # by id, as storages may be equal; and where they are
+_NOT_WHERE = re.compile(
+    "key|secret|token|pass|credential|user|sas|anon|client_id|tenant"
+    "|timeout|retr|attempt|block_?size|cache|listing|concurren|max_|pool|batch|buffer|keepalive|chunk"
+    "|asynchronous|loop|version_aware|auto_mkdir|checksum",
+    re.IGNORECASE,
+)
+"""In names of options that do not say where files are: of credentials, and of how they are read and written."""
 
 
 def _is_within(url: str, above: str) -> bool:
@@ -172,39 +178,39 @@ def _place_of(storage: Storage, options: Mapping[str, Any]) -> Mapping[str, str]
 
 
 def flat_place(options: Mapping[str, Any], within: str = "") -> dict[str, str]:
-    """Returns those of some options that may say where files are, which all but credentials may."""
+    """Returns those of some options that may say where files are, which all but those of `_NOT_WHERE` may."""
     found: dict[str, str] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
             found |= flat_place(value, f"{within}{name}.")
-        elif value is not None and not _CREDENTIALS.search(name):
+        elif value is not None and not _NOT_WHERE.search(name):
             found[within + name] = repr(value)
     return found
 
 
-def _holder(storage: Storage, place: Mapping[str, str]) -> Storage | None:
-    """Returns what is held at the storage's URL or next above it, if that is in another store; else None."""
+def _holder(storage: Storage, place: Mapping[str, str]) -> tuple[Storage, Mapping[str, str]] | None:
+    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None."""
     if _nearest(storage.url)[1] in (None, place):
         return None
     gc.collect()  # of a Manager that nobody has any more
     held, there = _nearest(storage.url)
-    return None if there == place else held
+    return None if held is None or there is None or there == place else (held, there)
 
 
 def _nearest(url: str) -> tuple[Storage | None, Mapping[str, str] | None]:
     """Returns what is held at a URL or next above it, and in which store."""
-    held = [each for each in (ref() for ref in _held.keyrefs()) if each is not None and _is_within(url, each.url)]
-    nearest = max(held, key=lambda each: len(each.url), default=None)
-    return nearest, None if nearest is None else _held.get(nearest)
+    alive = [(held(), place) for held, place in list(_held.values())]
+    within = [(each, place) for each, place in alive if each is not None and _is_within(url, each.url)]
+    return max(within, key=lambda found: len(found[0].url), default=(None, None))
 
 
 def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
-    held = _holder(storage, place)
-    if held is None:
+    found = _holder(storage, place)
+    if found is None:
         return
-    there = _held.get(held, place)
+    held, there = found
     names = sorted(name for name in {*place, *there} if place.get(name) != there.get(name))
-    remedy = "do this before that is made, once it is closed, or in another process"
+    remedy = "do this before that is made, once it is closed (a Follower: dropped), or in another process"
     problem = Problem(
         storage.url,
         f"another {', '.join(names)} than that of the Manager, MirrorCopier or Follower of {held.url}",
@@ -217,9 +223,10 @@ def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
 def _open_beside_held(text: str, durable: bool) -> Storage:
     """Opens what is at or below a URL that is held in the store of that."""
     storage = _open(text, durable)
-    held = _holder(storage, _place_of(storage, _options_of(storage.url, _options))) if _held else None
-    if held is None:
+    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options))) if _held else None
+    if found is None:
         return storage
+    held = found[0]
     for name in filter(None, storage.url[len(held.url) :].split("/")):
         held = held.child(name)
     return held

@@ -14,12 +14,14 @@ from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.root import Root
 from shardopt.errors import CheckpointError
 from shardopt.ranks import Ranks
+from shardopt.runtime.program_end import fail_at_end_if
 from shardopt.world import world
 
 _PAUSE_SECONDS = 60.0
+_ROUND_SECONDS = 5.0  # after which the other ranks say again whether they go on
 _POLL_SECONDS = 1.0  # of what it waits for: a newer step, or that nobody goes on
 
-_Verdict = Literal["try", "leave", "raise"]
+_Verdict = Literal["try", "wait", "leave", "raise"]
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -58,6 +60,7 @@ class Promotions(Turns[Arrival]):
         self._root = root
         self.looks_away = self._has_failed = False
         self._is_last_try = False  # whether the attempt began after somebody waits for it
+        self._tries_at = 0.0  # again, after a failure
         super().__init__(
             self._do_one, lambda each: f"bringing step {each.id.step} to {root.url}", "shardopt-promote", True
         )
@@ -97,9 +100,13 @@ class Promotions(Turns[Arrival]):
                 self._waiting -= 1
 
     def _do_one(self, arrival: Arrival) -> None:
-        with arrival.ranks.beating():
-            if arrival.whole is None or self._promote(arrival, arrival.whole):
-                arrival.then()
+        try:
+            with arrival.ranks.beating():
+                if arrival.whole is None or self._promote(arrival, arrival.whole):
+                    arrival.then()
+        except BaseException:
+            _failed.add(self)
+            raise
 
     def _promote(self, arrival: Arrival, whole: WholeCheckpoint) -> bool:
         """Copies a checkpoint to the root; returns whether it is there. Collective, on its ranks."""
@@ -114,12 +121,15 @@ class Promotions(Turns[Arrival]):
                     raise
                 if ranks.rank == 0:
                     _log.error("%s failed, and is tried again with the newest step: %s", what, error)
-                _, verdict = ranks.agree(
-                    what,
-                    work=self._is_awaited,
-                    report=bool,
-                    decide=lambda ranks_wait: self._after_failure(arrival, any(ranks_wait)),
-                )
+                self._has_failed, self._tries_at = True, world().monotonic() + _PAUSE_SECONDS
+                verdict = "wait"
+                while verdict == "wait":
+                    _, verdict = ranks.agree(
+                        what,
+                        work=self._is_awaited,
+                        report=bool,
+                        decide=lambda ranks_wait: self._after_failure(arrival, any(ranks_wait)),
+                    )
                 if verdict == "raise":
                     raise
             else:
@@ -140,18 +150,22 @@ class Promotions(Turns[Arrival]):
             return "try" if arrival.is_begun else "leave"
 
     def _after_failure(self, arrival: Arrival, is_awaited: bool) -> _Verdict:
-        """Waits a minute, or until there is a newer one, or somebody waits for this one. On rank 0.
+        """Waits for a while, or until there is a newer one, or somebody waits for this one. On rank 0.
+
+        For a few seconds: another rank whose program has failed is to end, and says so in the next round.
 
         Args:
             is_awaited: whether somebody does on any rank.
         """
-        self._has_failed, until = True, world().monotonic() + _PAUSE_SECONDS
+        until = world().monotonic() + _ROUND_SECONDS
         while self._promoted()[-1] is arrival:
             if self._is_last_try:
                 return "raise"
             self._is_last_try = is_awaited or self._is_awaited()
-            if self._is_last_try or world().monotonic() >= until:
+            if self._is_last_try or world().monotonic() >= self._tries_at:
                 return "try"
+            if world().monotonic() >= until:
+                return "wait"
             world().sleep(_POLL_SECONDS)
         return "leave"
 
@@ -160,3 +174,15 @@ class Promotions(Turns[Arrival]):
 
     def _is_awaited(self) -> bool:
         return self._waiting > 0 or not world().main_thread_lives()
+
+
+_failed: set[Promotions] = set()
+"""Those with failures, which may have been raised since; kept as their Managers may be gone."""
+
+
+def _fails_at_end() -> bool:
+    """Whether a failure was not raised, as where the program has waited for nothing: it was logged."""
+    return any(each.failures.newest for each in _failed)
+
+
+fail_at_end_if(_fails_at_end)

@@ -49,5 +49,6 @@ def azure_container(name: str, options: Options) -> Bucket:
 
         config["credential_provider"] = AzureCredentialProvider(credential)
     account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME") or ""  # as obstore finds it
-    place = {"account": account, "endpoint": config.get("endpoint", "")}
+    found = config.get("endpoint", "")
+    place = {"account": account, "endpoint": "" if found == f"https://{account}.blob.{_DOMAIN}" else found}
     return Bucket(AzureStore, container, config, client_of(options, endpoint), place)

@@ -32,7 +32,8 @@ def gcs_bucket(name: str, options: Options) -> Bucket:
         config |= _credentials(token)
     if endpoint is not None:
         config["base_url"] = checked_endpoint(endpoint)
-    return Bucket(GCSStore, name, config, client_of(options, endpoint), {"endpoint": config.get("base_url", "")})
+    place = {"endpoint": config.get("base_url", "").removeprefix("https://storage.googleapis.com")}
+    return Bucket(GCSStore, name, config, client_of(options, endpoint), place)
 
 
 def _credentials(token: Any) -> dict[str, Any]:

@@ -85,6 +85,12 @@ def _first(*variables: str) -> str | None:
     return next(filter(None, map(os.environ.get, variables)), None)
 
 
+def _endpoint_variables() -> list[str | None]:
+    """Returns what says in the environment which store is meant: keys beside another are for that one."""
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_PROFILE", "AWS_DEFAULT_PROFILE")
+    return [os.environ.get(name) or None for name in names]
+
+
 def _is_wanted(kind: str, given: object, session: Any) -> bool:
     """Whether a kind of Amazon's endpoints is asked for: by an option, in the environment, or by a profile."""
     if given is None and session is not None:
@@ -161,7 +167,7 @@ class _FoundKeys:
     """How long before `expires_at` obstore asks again."""
 
     def __init__(self, session: Any, profile: str | None) -> None:
-        self._profile = profile
+        self._profile, self._surroundings = profile, _endpoint_variables()
         self._credentials = session.get_credentials()
         if self._credentials is None:
             required = "keys in storage_options, the environment, ~/.aws or the machine's role"
@@ -174,7 +180,7 @@ class _FoundKeys:
         from botocore.exceptions import BotoCoreError  # type: ignore[import-untyped]  # has no type hints
 
         end_within = getattr(self._credentials, "refresh_needed", None)  # of those that botocore renews
-        if end_within is None and not self._is_read:
+        if end_within is None and not self._is_read and self._surroundings == _endpoint_variables():
             with suppress(BotoCoreError):  # of a file that is being written
                 self._credentials = _botocore_session(self._profile).get_credentials() or self._credentials
         self._is_read = False

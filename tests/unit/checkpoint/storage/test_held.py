@@ -119,3 +119,31 @@ def test_no_cache_hides_what_others_write(cache, options, tmp_path):
         assert cached.read("m") == data
     use_options(RUN, NEW)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_could_not_be_made_holds_nothing(tmp_path):
+    twice = [checkpoint.Tier(tmp_path / "t", every=1)] * 2
+    with pytest.raises(OptionError, match="one path twice"):  # whose traceback keeps what the constructor had
+        checkpoint.Manager(RUN, storage_options=OLD, destinations=twice)
+    with pytest.raises(OptionError, match="one path twice") as kept:
+        checkpoint.Manager(RUN, storage_options=OLD, destinations=twice)
+    with checkpoint.Manager(RUN, storage_options=NEW) as manager:
+        manager.save(1, app(1))
+    assert steps_in("new") == [1] and kept.value is not None
+
+
+def test_how_files_are_read_is_not_where_they_are():
+    with checkpoint.Manager(RUN, storage_options=OLD) as manager:
+        manager.save(1, app(1))
+        checkpoint.load(manager.path(1), app(0), storage_options={**OLD, "default_block_size": 1 << 20, "timeout": 5})
+
+
+def test_storages_that_are_equal_are_held_each(monkeypatch):
+    monkeypatch.setattr(storage_open, "_held", {})
+    first, second = hold(RUN), hold(RUN)
+    monkeypatch.setattr(type(first), "__eq__", lambda self, other: self.url == other.url)
+    monkeypatch.setattr(type(first), "__hash__", None)
+    release(first)
+    assert len(storage_open._held) == 1
+    release(second)
+    assert not storage_open._held
