@@ -196,6 +196,13 @@ def gathers_as_torch(optimizer: Optimizer) -> bool:
     return _is_of_torch_optim(step_without_hooks(type(optimizer))) and makes_lazy_state_as_torch(optimizer)
 
 
+def steps_as_torch(optimizer: Optimizer) -> bool:
+    """Whether a class's step is torch's own, and its state is what torch's class makes, there or in `_init_group`."""
+    if hasattr(optimizer, "_init_group") and not makes_lazy_state_as_torch(optimizer):
+        return False
+    return _is_of_torch_optim(step_without_hooks(type(optimizer)))
+
+
 @lru_cache
 def _is_of_torch_optim(function: Any) -> bool:
     """Whether a function is torch.optim's, wrapped at most by torch itself, as torch.compile does once it is loaded.

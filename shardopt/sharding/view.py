@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 
 from shardopt.sharding.box import Box, overlap_faults
 from shardopt.sharding.dtensor import dtensor_like, on_mesh, refuse_placements, view_of_dtensor
@@ -85,8 +85,11 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns where the local tensors of these begin in memory; 0 for those without an element here."""
-    local = (each for tensor in tensors for each in local_tensors(tensor))
+    """Returns where the local tensors of these begin in memory; 0 for those without an element here.
+
+    Lazy parameters, which have no memory yet, begin nowhere.
+    """
+    local = (each for tensor in tensors if not is_lazy(tensor) for each in local_tensors(tensor))
     return {each.data_ptr() for each in local if each.layout is torch.strided}
 
 

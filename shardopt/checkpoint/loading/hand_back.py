@@ -31,6 +31,8 @@ _REFUSED = (
 )
 _FEW = 64
 """Of as many entries a container shows whether it has optimizers; one with data may have millions."""
+_FEW_WITHIN = 16
+"""Of as many a container within another one shows it."""
 _VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
     **{each: each.__iter__ for each in (list, tuple, deque)},
@@ -137,22 +139,53 @@ def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
     finds_them = hasattr(type(optimizer), PARAM_GROUPS)  # by a property
     kept, new = () if finds_them else getattr(optimizer, PARAM_GROUPS, ()), state.get(PARAM_GROUPS)
-    old = None
+    old: list[dict[str, Any]] | None = None
+    before: list[dict[str, Any]] = []
     if isinstance(kept, list) and isinstance(new, list) and _are_others(kept, new):
         if PARAM_GROUPS in vars(optimizer):
-            vars(optimizer)[PARAM_GROUPS] = old = [dict(group) for group in kept]  # a class may read what it had
+            before = [dict(group) for group in kept]
+            vars(optimizer)[PARAM_GROUPS] = old = [*map(dict, before)]  # a class may read what it had
         for group, values in zip(kept, new, strict=True):
             group.clear()
             group.update(values)
         state = {**state, PARAM_GROUPS: kept}
+    failed = True
     try:
         type(optimizer).__setstate__(optimizer, state)
+        failed = False
     finally:
-        if old is not None and vars(optimizer).get(PARAM_GROUPS) is old:  # not set by the class, which may write there
+        was_set = vars(optimizer).get(PARAM_GROUPS) is not old
+        if old is not None and not was_set:  # by the class, which may write there
+            assert isinstance(kept, list)
             vars(optimizer)[PARAM_GROUPS] = kept
-            for group, values in zip(kept, old or (), strict=True):
-                group.clear()
-                group.update(values)
+            _take_written(optimizer, kept, [] if failed else before, old)
+
+
+def _take_written(
+    optimizer: Optimizer, kept: list[Any], before: Sequence[Mapping[str, Any]], old: Sequence[Mapping[str, Any]]
+) -> None:
+    """Gives group dicts, which have loaded options, what a class that has not taken these has written instead.
+
+    One that has written nothing has had another optimizer take them, with which it shares its dicts.
+
+    Args:
+        before: the options of each group before; none where it has failed, so that all go back.
+        old: what the class has had as its groups.
+    """
+    written: list[dict[str, Any]] = [
+        {name: value for name, value in group.items() if name not in had or value is not had[name]}
+        for group, had in zip(old, before or [{}] * len(old), strict=False)
+    ]
+    if before and not any(written) and len(old) == len(before):
+        return
+    own = {*map(id, kept)} if before else set()
+    shares = any(id(group) in own for each in _with_inner(optimizer)[1:] for group in each.param_groups)
+    for group, values, changes in zip(kept, old, written, strict=False):
+        if not shares:
+            group.clear()
+        group.update(changes if shares else values)
+    kept[len(old) :] = []
+    kept += old[len(kept) :]
 
 
 def _are_others(groups: list[Any], new: list[Any]) -> bool:
@@ -185,7 +218,7 @@ def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
     if values is None:
         return []
     entries = iter(values(value))
-    first = [*islice(entries, _FEW)]  # at once, as a thread may add some
+    first = [*islice(entries, _FEW if depth == _DEPTH else _FEW_WITHIN)]  # at once, as a thread may add some
     found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
     return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]
 

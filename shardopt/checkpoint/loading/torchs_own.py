@@ -147,7 +147,8 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
                 ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
                 if _is_same(ours, theirs) or (option == "lr" and _is_reduced(ours, theirs, plateaus)):
                     continue
-                now = optimizer.param_groups[number].get(option)
+                groups = optimizer.param_groups  # a class may have made fewer of them in its load
+                now = groups[number].get(option) if number < len(groups) else stored[option]
                 if _is_same(now, stored[option]) or not _is_same(now, here[option]):  # else its class has kept it
                     lines[f"{join(target.path)}: {option}: {ours} here, {theirs} stored"] = None
                     begins |= {begin} - {""}

@@ -119,17 +119,11 @@ class Manager:
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
         check_run_options(root, copies, export, every, stage, preemption is not None, options)
         with ExitStack() as if_it_fails:  # whoever keeps the error keeps this frame, too
-            roots = []
-            for url, _ in given:
-                roots.append(hold(url))
-                if_it_fails.callback(release, roots[-1])
+            roots = [hold(url) for url, _ in given]
+            if_it_fails.callback(release, *roots)
             refuse_unfit_tiers(tiers, roots, incremental)
-            terms = SaveTerms(
-                **{each.name: getattr(options, each.name) for each in fields(SaveOptions)},
-                process_group=process_group,
-                base_required=False,
-                renamed=(),
-            )
+            given_terms = {each.name: getattr(options, each.name) for each in fields(SaveOptions)}
+            terms = SaveTerms(**given_terms, process_group=process_group, base_required=False, renamed=())
             seconds = options.deadline_seconds
             shared = SharedGroup(process_group, seconds)
             rank = shared.ranks.rank  # refused where it is not in the group

@@ -246,6 +246,8 @@ class AsyncSaver:
                 offsets, members = self._offsets, ranks.job_numbers
                 staging = Staging(app, memory, lazily, members, tied, select, shares, check_replicas, offsets)
             hold_steps(staging.optimizers, pending, self._hooks)
+            for module in () if staging.optimizers else staging.modules:
+                pending.hold_owner(module)
             if options.refused is not None:
                 raise options.refused
             if staging.is_lazy:

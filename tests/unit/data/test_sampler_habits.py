@@ -277,7 +277,7 @@ def test_a_batch_size_that_was_set_is_resumed_and_that_of_other_code_stays(lines
         resumed.load_state_dict(ramped.state_dict())
         ramped = resumed
         assert at(resumed).batch_size == 8
-        assert lines() == ["batch_size is the checkpoint's: 4 in the code, set to 8 in the run [data-position]"]
+        assert lines() == ["batch_size is the checkpoint's: 4 here, 8 in the checkpoint [data-position]"]
     others = made(kind, 5), made(kind), made(kind)
     at(others[1]).batch_size = 5
     at(others[2]).batch_size = 8

@@ -19,7 +19,7 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
 from shardopt.checkpoint.loading.torchs.kept_dtypes import STEP
-from shardopt.runtime.torch_private import gathers_as_torch, lazy_state, makes_lazy_state_as_torch
+from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch, steps_as_torch
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
@@ -88,7 +88,7 @@ class TorchsState:
         saved_as = self.saved_as().get(_place_of(parameter))
         if saved_as is None or not (saved_as.is_floating_point and parameter.is_floating_point()):
             return None
-        return saved_as if _holds_all(parameter, saved_as) or gathers_as_torch(self.optimizer) else None
+        return saved_as if _holds_all(parameter, saved_as) or steps_as_torch(self.optimizer) else None
 
     def _key(self, name: Any) -> Any:
         return self.parameters.get(name, name)
@@ -232,7 +232,7 @@ def _place_for(
     if not isinstance(stored, StoredTensor):
         return copy.deepcopy(stored)
     shape, dtype, own_shape = stored.layout.shape, torch_dtype(stored.dtype), view_of(parameter, "a parameter").shape
-    if dtype == cast and path[-1:] != (STEP,) and (shape == own_shape or _holds_all(parameter, dtype)):
+    if dtype == cast and path[-1:] != (STEP,) and (shape or shape == own_shape or _holds_all(parameter, dtype)):
         dtype = parameter.dtype
     if shape == own_shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)

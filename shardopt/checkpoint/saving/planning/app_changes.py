@@ -6,6 +6,7 @@ Tensors are not compared: a look at each would cost every save about as much as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 
 _MOST_NAMED = 8
+_MOST_SEEN = 10_000  # as a list of losses may have more, which cost each save
 _PLAIN = (bool, int, float, str, type(None))
 
 Seen = dict[str, str]
@@ -21,8 +23,9 @@ Seen = dict[str, str]
 
 
 def seen_in(objects: Iterable[tuple[Path, Any]]) -> Seen:
-    """Returns the options and plain values of the objects of an app, by their paths. Local."""
-    return {join(path): repr(each) for path, each in _values_in(objects) if _is_plain(each)}
+    """Returns the options and plain values of the first objects of an app, by their paths. Local."""
+    values = islice(_values_in(objects), _MOST_SEEN)
+    return {join(path): repr(each) for path, each in values if _is_plain(each)}
 
 
 def changed_since(before: Seen, now: Seen) -> list[str]:

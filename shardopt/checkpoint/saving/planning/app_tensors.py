@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
@@ -93,15 +94,17 @@ def _held_by_app(flat: FlatState) -> set[int]:
     What an object's state has besides may be what it has kept of an old model.
     """
     objects = {each.path: each.object for each in flat.targets if not isinstance(each.object, Module | Optimizer)}
-    paths, networks = {each.path for each in flat.targets}, dict[Path, set[int]]()
+    paths, networks = {each.path for each in flat.targets}, dict[Path, dict[Any, int]]()
     held = set()
     for leaf in flat.leaves.values():
         above = [leaf.path[:length] for length in range(1, len(leaf.path) + 1)]
         place = next((each for each in above if each in paths), None)
         if place in objects and place not in networks:
-            networks[place] = {*map(id, _parameters_within(objects[place]))}
-        if place is None or id(leaf.value) in networks.get(place, ()):
+            networks[place] = {_memory(each): id(each) for each in _parameters_within(objects[place])}
+        if place is None:
             held.add(id(leaf.value))
+        elif place in networks and isinstance(leaf.value, Tensor):  # a state_dict() has others over their memory
+            held.add(networks[place].get(_memory(leaf.value), 0))
     return held
 
 
@@ -312,6 +315,15 @@ def _modules_within(target: object) -> Iterator[Module]:
         values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
         if isinstance(next(iter(values), None), Module):
             yield from (each for each in values if isinstance(each, Module))
+
+
+def _memory(tensor: Tensor) -> Any:
+    """Returns where a tensor's memory on this rank begins; its number where it has none."""
+    return next((_place(each) for each in _locals(tensor) if address_of(each)), id(tensor))
+
+
+def _locals(tensor: Tensor) -> list[Tensor]:
+    return [] if is_lazy(tensor) or tensor.layout is not torch.strided else [*local_tensors(tensor)]
 
 
 def _place(local: Tensor) -> tuple[torch.device, int]:

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -56,7 +57,9 @@ class PendingSave:
         self._error: BaseException | None = None
         self._reported = False
         self.optimizers: WeakSet[Optimizer] = WeakSet()  # that are saved
-        self._parameters: list[ref[Tensor]] | None = None  # of these; None where there are none
+        self._parameters: list[ref[Tensor]] = []  # of these
+        self._owners: list[ref[Any]] = []  # these; where there are none, the modules that are saved
+        self.is_of_any = True  # whether nothing tells of which run this is: it saves no optimizer and no module
         self._replaced = False  # whether a load has replaced the state since
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -109,17 +112,19 @@ class PendingSave:
     def hold(self, optimizer: Optimizer) -> None:
         """Notes an optimizer that is saved."""
         self.optimizers.add(optimizer)
-        parameters = map(ref, _parameters_of([optimizer]))
-        self._parameters = [*(self._parameters or ()), *parameters]
+        self._parameters += map(ref, _parameters_of([optimizer]))
+        self.hold_owner(optimizer)
 
-    @property
-    def is_without_optimizers(self) -> bool:
-        """Whether this saves no optimizer, as far as is known: then no step raises its failure."""
-        return self._parameters is None
+    def hold_owner(self, owner: Optimizer | Module) -> None:
+        """Notes an object by which later saves of the run are known, also on ranks where it has no element."""
+        self._owners.append(ref(owner))
+        self.is_of_any = False
 
-    def is_of(self, addresses: AbstractSet[int]) -> bool:
-        """Whether this saves an optimizer that has a parameter at one of these addresses. Local."""
-        alive = [each for parameter in self._parameters or () if (each := parameter()) is not None]
+    def is_of(self, objects: AbstractSet[int], addresses: AbstractSet[int]) -> bool:
+        """Whether this saves an object with one of these ids, or an optimizer of a parameter at an address. Local."""
+        if any((owner := each()) is not None and id(owner) in objects for each in self._owners):
+            return True
+        alive = [each for parameter in self._parameters if (each := parameter()) is not None]
         return not addresses.isdisjoint(addresses_of(alive))
 
     def mark_reported(self) -> None:
@@ -270,21 +275,22 @@ def drop_failed_steps() -> None:
 def raise_failures(flat: FlatState) -> None:
     """Raises the first failure that was not reported of a save of this state; leaves the others for the next call.
 
-    That of other optimizers is left to them: several runs of one process, as of a sweep, do not fail each other. That
-    of a save without optimizers may be of any run. It is raised here once, and also by who waits for that save.
+    That of others is left to them: several runs of one process, as of a sweep, do not fail each other. That of a save
+    without optimizers and modules may be of any run. It is raised here once, and also by who waits for that save.
     Local: called within a round, so that all ranks raise.
     """
     failed = [save for save in tuple(_tracked) if save.failure is not None and not save.is_reported]
     if not failed:
         return
+    objects = {id(each.object) for each in flat.targets}
     optimizers = [each.object for each in flat.targets if isinstance(each.object, Optimizer)]
     addresses = addresses_of([*flat.tensors().values(), *_parameters_of(optimizers)]) - {0}
     for save in failed:
-        if save.is_without_optimizers:
+        if save.is_of_any:
             untrack(save)
             assert save.failure is not None
             raise save.failure
-        if save.is_of(addresses):
+        if save.is_of(objects, addresses):
             save.raise_failure()
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
@@ -91,7 +92,7 @@ class Staging:
         offsets: of large boxes in their files at earlier saves, by key and box. `learn` updates it.
 
     Attributes:
-        optimizers: those in `app`, which have to wait with their steps for `finish`.
+        optimizers, modules: those in `app`. The optimizers have to wait with their steps for `finish`.
         is_by_plan: whether some tensors are copied once it is known what this rank writes of them.
 
     Raises StateError, LayoutError: something in `app` cannot be stored.
@@ -126,16 +127,14 @@ class Staging:
         self._versions = {key: [_version(piece.tensor) for piece in view.pieces] for key, view in self._held.items()}
         self._places: dict[WriteRequest, WriteRequest] | None = None  # by the plan, and in what is copied
         self._samples: Mapping[str, Mapping[str, Tensor]] = {}
-        self._lazily = lazily
-        self.is_by_plan = bool(self._held)
+        self._lazily, self.is_by_plan = lazily, bool(self._held)
         held_pieces = [piece for view in self._held.values() for piece in view.pieces]
         copied_pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
         self._offsets: Offsets = {} if offsets is None else offsets
         self._memory = memory
         hosts = self._hosts_of({key: view for key, view in own.items() if key not in self._held}, later)
         self._later: list[Copy] = []
-        now: list[Copy] = []
-        views: dict[str, View] = {}
+        now, views = list[Copy](), dict[str, View]()
         for key, view in own.items():
             if key in self._held:
                 views[key] = view
@@ -150,6 +149,7 @@ class Staging:
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
+        self.modules = [each.object for each in flat.targets if isinstance(each.object, Module)]
         self._devices = set(filter(has_streams, {each.tensor.device for each in [*copied_pieces, *held_pieces]}))
         memory.populate()
         with self._after_the_caller():

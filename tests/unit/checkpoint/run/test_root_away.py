@@ -19,7 +19,7 @@ def away(monkeypatch):
     """An event; while it is set no request to a store is answered."""
     event, repeat = threading.Event(), Requests.repeat
 
-    def repeat_or_fail(self, doing, function):
+    def repeat_or_fail(self, doing, function, **unused):
         if event.is_set():
             raise exhausted(doing, "8 attempts within 23.4 s")
         return repeat(self, doing, function)
