@@ -80,7 +80,7 @@ class ResumableSampler:
         self._rank, self._ranks = rank, ranks
         self._dealt: tuple[int, int] | None = None  # rank and ranks by default, where a framework says them
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self._made_with, self._has_run = batch_size, False  # with a loop or a load: what is set then, the run has set
+        self._made_with, self.has_run = batch_size, False  # with a loop or a load: what is set then, the run has set
         self.shuffle, self.drop_last = shuffle, drop_last
         self.epoch = 0
         self.position = 0
@@ -171,7 +171,7 @@ class ResumableSampler:
                 self.epoch,
             )
         begun = self._begun = (self.position,)
-        self._has_run = True
+        self.has_run = True
         note_loop(self)
         try:
             batches, here, size = opened(loader, self), place_of(self), self.batch_size
@@ -244,7 +244,7 @@ class ResumableSampler:
     def _take_batch_size(self, state_dict: dict[str, Any]) -> None:
         """Takes a batch size that the saved run has set; one that the code of now says stays."""
         size = state_dict.get("batch_size", self.batch_size)  # earlier versions did not say
-        has_run, self._has_run = self._has_run, True
+        has_run, self.has_run = self.has_run, True
         if size == self.batch_size:
             return
         is_of_code = not has_run and self.batch_size != self._made_with

@@ -49,7 +49,7 @@ def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
         OptionError: `batch_size` of the sampler was set meanwhile, and these are batches of another.
     """
     left, here, size = len(at), place_of(at), at.batch_size
-    at._has_run = True
+    at.has_run = True
     note_loop(at)
     try:
         for number, batch in enumerate(opened(batches, at)):
