@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -152,6 +153,7 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
 _held: dict[int, tuple[ref[Storage], Mapping[str, str]]] = {}  # by id, as storages may be equal; and where they are
+_collected_at = -math.inf
 _NOT_WHERE = re.compile(
     "key|secret|token|pass|credential|user|sas|anon|client_id|tenant"
     "|timeout|retr|attempt|block_?size|cache|listing|concurren|max_|pool|batch|buffer|keepalive|chunk"
@@ -188,11 +190,20 @@ def flat_place(options: Mapping[str, Any], within: str = "") -> dict[str, str]:
     return found
 
 
-def _holder(storage: Storage, place: Mapping[str, str]) -> tuple[Storage, Mapping[str, str]] | None:
-    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None."""
+def _holder(
+    storage: Storage, place: Mapping[str, str], least_seconds: float = 0.0
+) -> tuple[Storage, Mapping[str, str]] | None:
+    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None.
+
+    Args:
+        least_seconds: between two looks whether that is of a Manager that nobody has any more, which take long.
+    """
+    global _collected_at
     if _nearest(storage.url)[1] in (None, place):
         return None
-    gc.collect()  # of a Manager that nobody has any more
+    if world().monotonic() >= _collected_at + least_seconds:
+        gc.collect()
+        _collected_at = world().monotonic()
     held, there = _nearest(storage.url)
     return None if held is None or there is None or there == place else (held, there)
 
@@ -223,7 +234,7 @@ def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
 def _open_beside_held(text: str, durable: bool) -> Storage:
     """Opens what is at or below a URL that is held in the store of that."""
     storage = _open(text, durable)
-    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options))) if _held else None
+    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options)), 60.0) if _held else None
     if found is None:
         return storage
     held = found[0]

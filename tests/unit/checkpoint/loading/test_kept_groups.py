@@ -197,6 +197,55 @@ def test_the_log_names_no_option_that_a_class_has_kept(tmp_path, caplog):
     assert "momentum: 0.7 here, 0.5 stored" in caplog.text and "lr:" not in caplog.text
 
 
+class Delegates(Outer):
+    """Shares its groups and state with the inner one, which takes what is loaded."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.state = self.inner.state
+
+    def __setstate__(self, state):
+        self.inner.__setstate__(state)
+
+    load_state_dict = torch.optim.Optimizer.load_state_dict
+
+
+class UpdatesInner(Delegates):
+    def __setstate__(self, state):
+        for group, new in zip(self.inner.param_groups, state["param_groups"], strict=True):
+            group.update(new)
+
+
+class Adds(SGD):
+    def __setstate__(self, state):
+        for group, new in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update(new)
+        self.param_groups.append({**self.param_groups[0], "params": []})
+
+
+class Merges(SGD):
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        params = [each for group in self.param_groups for each in group["params"]]
+        self.param_groups = [{**self.param_groups[0], "params": params}]
+
+
+@pytest.mark.parametrize("make", [Delegates, UpdatesInner, Adds, Merges])
+def test_steps_go_by_the_options_that_torchs_own_load_leaves(tmp_path, make):
+    def made(lr):
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        return {"model": layers, "optimizer": make(groups_of(layers), lr=lr)}
+
+    saved, by_torch, app = made(0.5), made(0.1), made(0.1)
+    state = saved["optimizer"].state_dict()
+    checkpoint.save(tmp_path / "c", saved)
+    by_torch["optimizer"].load_state_dict(state)
+    checkpoint.load(tmp_path / "c", app)
+    stepping = [getattr(each["optimizer"], "inner", each["optimizer"]) for each in (by_torch, app)]
+    rates = [[group["lr"] for group in each.param_groups] for each in stepping]
+    assert rates[0] == rates[1] and {*rates[1]} == {0.5}
+
+
 @pytest.mark.parametrize("make", [lambda inner: Around(inner), lambda inner: Around(Around(inner))])
 @pytest.mark.parametrize("kind", [SGD, Outer, WithoutHooks])
 def test_a_group_that_is_added_after_a_load_is_trained(make, kind):

@@ -1,7 +1,10 @@
 """Runs with tiers whose root cannot be reached for a while."""
 
+import errno
 import logging
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -9,9 +12,9 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run.tiers import promotions
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.storage.retry import Requests, exhausted
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, NoSpaceError
 
 
 @pytest.fixture
@@ -69,3 +72,51 @@ def test_a_program_ends_with_an_error_if_its_root_never_answers(tmp_path, away):
         for step in (2, 3, 4, 5):
             manager.save(step, {"x": torch.zeros(4)})
     assert steps_in(tmp_path / "tier")[-1] == 5
+
+
+def test_a_root_that_is_full_fails_the_next_save(tmp_path, monkeypatch):
+    """It is not away: what is due for it would not come for as long as nobody makes room."""
+    write, root, is_full = LocalStorage.write, str(tmp_path / "root"), threading.Event()
+
+    def write_or_fail(self, name, buffers):
+        if is_full.is_set() and self.url.startswith(root):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{self.url}/{name}")
+        return write(self, name, buffers)
+
+    monkeypatch.setattr(LocalStorage, "write", write_or_fail)
+    destinations = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    with checkpoint.Manager(root, every=2, destinations=destinations) as manager:
+        manager.save(1, {"x": torch.zeros(4)})
+        is_full.set()
+        manager.save(2, {"x": torch.zeros(4)})
+        with pytest.raises(NoSpaceError, match="step-00000002"):
+            manager.wait()
+        is_full.clear()
+        manager.save(4, {"x": torch.zeros(4)})
+    assert 4 in steps_in(root)
+
+
+_PROGRAM = """
+import sys, torch
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import LocalStorage
+
+root, tier = sys.argv[1:]
+write = LocalStorage.write
+
+def refuse(self, name, buffers):
+    if self.url.startswith(root):
+        raise OSError(5, "Input/output error", name)
+    return write(self, name, buffers)
+
+LocalStorage.write = refuse
+manager = checkpoint.Manager(root, every=2, destinations=[checkpoint.Tier(tier, every=1)])
+for step in (1, 2, 3):
+    manager.save(step, {"x": torch.zeros(4)})
+"""
+
+
+def test_a_program_that_waits_for_nothing_fails_if_its_root_has_not_got_all(tmp_path):
+    arguments = [sys.executable, "-c", _PROGRAM, str(tmp_path / "root"), str(tmp_path / "tier")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "bringing step-00000002 to" in done.stderr
