@@ -287,6 +287,18 @@ def test_a_batch_size_that_was_set_is_resumed_and_that_of_other_code_stays(lines
     assert lines() == ["batch_size is the code's: 5, and 8 in the checkpoint [data-position]"] * 2
 
 
+def test_a_rewind_takes_the_batch_size_of_its_step(lines):
+    """That which the run has set since is none of its code."""
+    sampler = made("sampler")
+    before = sampler.state_dict()
+    for _ in sampler.through(torch.utils.data.DataLoader(range(40), batch_sampler=sampler)):
+        break
+    sampler.batch_size = 8
+    sampler.load_state_dict(before)
+    assert sampler.batch_size == 4
+    assert lines() == ["batch_size is the checkpoint's: 8 here, 4 in the checkpoint [data-position]"]
+
+
 def test_a_position_of_an_earlier_version_says_nothing_of_batches(lines, tmp_path):
     saved, resumed = made("earlier"), made("sampler", 5)
     next(saved.through(saved))

@@ -249,10 +249,14 @@ def _urls_in_flight() -> list[str]:
 
 def finish_below(urls: Iterable[str]) -> None:
     """Waits until no save of this process is in flight below these URLs, whoever began it. Local."""
-    below = tuple(f"{url.rstrip('/')}/" for url in urls)
+    below = tuple(f"{_without_links(url).rstrip('/')}/" for url in urls)
     for save in tuple(_tracked):
-        if save.url.startswith(below):
+        if _without_links(save.url).startswith(below):
             save.done.wait()
+
+
+def _without_links(url: str) -> str:
+    return url if "://" in url else os.path.realpath(url)
 
 
 def take_failures() -> list[BaseException]:

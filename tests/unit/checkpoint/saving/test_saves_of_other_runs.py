@@ -75,6 +75,24 @@ def test_a_failure_of_a_save_without_optimizers_is_raised_by_any_save_and_by_its
         manager.close()
 
 
+def test_a_failure_of_a_model_alone_is_raised_in_its_run_once(tmp_path):
+    model, others = torch.nn.Linear(2, 2), app_of()
+    manager = failed(tmp_path, {"model": model})
+    checkpoint.save(tmp_path / "other", others, durable=False)
+    with pytest.raises(CheckpointError, match="broken"):
+        checkpoint.save(tmp_path / "next", {"model": model, "x": torch.ones(2)}, durable=False)
+    manager.close()
+    assert not pending._tracked
+
+
+def test_a_failure_with_lazy_parameters_is_left_to_its_run(tmp_path):
+    model = torch.nn.LazyLinear(2)
+    manager = failed(tmp_path, {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "x": torch.ones(2)})
+    checkpoint.save(tmp_path / "other", app_of(), durable=False)
+    with pytest.raises(CheckpointError, match="broken"):
+        manager.close()
+
+
 @pytest.fixture
 def no_deadline(monkeypatch):
     """Nothing ends this process, which continues after the signal."""
