@@ -101,9 +101,7 @@ class Steps:
         if self._after.copying:
             self._raise_failure_of_copy()
         id = self._id_to_save(int(step))
-        if url := self._url_of_last(id, at_root, metrics):
-            if self._run.ranks.rank == 0:
-                self.warnings.of_saved_again(step, app, url)
+        if self._has(id, at_root, metrics):
             return None if self._last is None else self._last[1]
         urls, above = [self._run.root.checkpoint(id).url], self._last_above(id)
         terms = self._terms if above is None else replace(self._terms, refused=not_rising(above, urls[0]))
@@ -126,7 +124,7 @@ class Steps:
         earlier = [self.background.take_failure(), *take_failures(), *self._after.take_failures()]
         try:
             id = self._id_to_save(int(step))
-            has, above = self._url_of_last(id, True, metrics, stops=True) is not None, None
+            has, above = self._has(id, True, metrics, stops=True), None
             if not has:
                 above = self._last_above(id)
                 self._warn_of_app(step, app)
@@ -173,10 +171,8 @@ class Steps:
             self._last = self._before
         return None if self._last is None else self._last[0]
 
-    def _url_of_last(
-        self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False
-    ) -> str | None:
-        """Returns the URL of a step that is the last one and still exists; logs it, and adds metrics. Collective.
+    def _has(self, id: CheckpointId, at_root: bool, metrics: Mapping[str, float] | None, stops: bool = False) -> bool:
+        """Whether a step is the last saved or restored one and still exists; logs it, and adds metrics. Collective.
 
         Args:
             at_root, metrics, stops: as for `AfterCommit.url_of`.
@@ -184,17 +180,17 @@ class Steps:
         if any(each is not None and each[0].step >= id.step for each in (self._last, self._before)):
             self.background.finish()  # whether that has failed, ranks know alike then, also if one was at another step
         if self._last_id() != id:
-            return None
+            return False
         self.background.wait()
         url = self._after.url_of(id, at_root, metrics, stops)
         if url is not None and self._run.ranks.rank == 0:
             but = " but metrics under names that it lacks" if metrics else ""
-            text = f"step {id.step} is already in {url}: nothing to save{but}"
+            text = f"step {id.step} is already in {url}, and a step is saved once: nothing is saved{but}"
             if at_root and not stops and not metrics and id == self._rewound_to:
                 _log.warning("%s. What was changed since the restore is saved with the next step", text)
             else:
                 announce(text)
-        return url
+        return url is not None
 
     def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
         if self._run.ranks.rank == 0:

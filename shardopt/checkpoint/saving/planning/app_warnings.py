@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
-from shardopt.checkpoint.saving.planning.app_changes import Seen, changed_since, seen_in
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.gradients import is_moved_by_backward
@@ -54,7 +53,6 @@ class AppWarnings:
     def __init__(self) -> None:
         self._told_of_step = False
         self._has_looked = False  # for what optimizers step and the app lacks
-        self._seen: tuple[int, Seen] | None = None  # the last step that was saved or restored, and the app's state then
         self._has_seen_tables = False
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
 
@@ -62,7 +60,6 @@ class AppWarnings:
     def of_saved(self, step: int, app: Any) -> None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
         has_looked, self._has_looked = self._has_looked, True
-        self._seen = step, seen_in(_objects({**app}))
         counted = app.get("step")
         if type(counted) is int and counted != step and not self._told_of_step:
             self._told_of_step = True
@@ -113,23 +110,11 @@ class AppWarnings:
                 'Name it as before, or set app["step"] to what restore returns: %d [run-root]',
                 *(counted, step, step),
             )
-        self._seen = None if step is None else (step, seen_in(_objects({**app})))
         self._compare_rates(app, warns=False)
         if step is not None:
             warn_of_frozen(app)
         if is_whole and not self._has_looked:
             self._has_looked = warn_of_unheld(app)
-
-    @_harmless()
-    def of_saved_again(self, step: int, app: Mapping[str, Any], url: str) -> None:
-        """Warns of what has changed since a step was saved or restored, which is not saved again."""
-        seen, self._seen = self._seen, (step, seen_in(_objects({**app})))
-        if seen is not None and seen[0] == step and (changed := changed_since(seen[1], self._seen[1])):
-            _log.warning(
-                "step %d is already in %s, and a step is saved once. What has changed since is not in it: %s, and "
-                "tensors if any were written. Save that at a later step [run-root]",
-                *(step, url, ", ".join(changed)),
-            )
 
 
 def warn_of_unheld(app: Mapping[str, Any]) -> bool:
