@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -85,6 +84,8 @@ def hold(url: str | os.PathLike[str]) -> Storage:
         CheckpointError: as `storage_of`.
     """
     storage = world().open_storage(os.fspath(url), True, _open)
+    if isinstance(storage, LocalStorage):  # where there is one store alone
+        return storage
     place = _place_of(storage, _options_of(storage.url, _options))
     _refuse_elsewhere(storage, place)
     key = id(storage)
@@ -153,7 +154,6 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
 _held: dict[int, tuple[ref[Storage], Mapping[str, str]]] = {}  # by id, as storages may be equal; and where they are
-_collected_at = -math.inf
 _NOT_WHERE = re.compile(
     "key|secret|token|pass|credential|user|sas|anon|client_id|tenant"
     "|timeout|retr|attempt|block_?size|cache|listing|concurren|max_|pool|batch|buffer|keepalive|chunk"
@@ -174,8 +174,6 @@ def _options_of(text: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any
 
 def _place_of(storage: Storage, options: Mapping[str, Any]) -> Mapping[str, str]:
     """Returns in which of several stores of one URL a storage is, by the options with which it was opened."""
-    if isinstance(storage, LocalStorage):
-        return {}
     return flat_place(options) if storage.place is None else storage.place
 
 
@@ -190,20 +188,11 @@ def flat_place(options: Mapping[str, Any], within: str = "") -> dict[str, str]:
     return found
 
 
-def _holder(
-    storage: Storage, place: Mapping[str, str], least_seconds: float = 0.0
-) -> tuple[Storage, Mapping[str, str]] | None:
-    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None.
-
-    Args:
-        least_seconds: between two looks whether that is of a Manager that nobody has any more, which take long.
-    """
-    global _collected_at
+def _holder(storage: Storage, place: Mapping[str, str]) -> tuple[Storage, Mapping[str, str]] | None:
+    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None."""
     if _nearest(storage.url)[1] in (None, place):
         return None
-    if world().monotonic() >= _collected_at + least_seconds:
-        gc.collect()
-        _collected_at = world().monotonic()
+    gc.collect()  # of a Manager that nobody has any more
     held, there = _nearest(storage.url)
     return None if held is None or there is None or there == place else (held, there)
 
@@ -234,7 +223,9 @@ def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
 def _open_beside_held(text: str, durable: bool) -> Storage:
     """Opens what is at or below a URL that is held in the store of that."""
     storage = _open(text, durable)
-    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options)), 60.0) if _held else None
+    if not _held or isinstance(storage, LocalStorage):
+        return storage
+    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options)))
     if found is None:
         return storage
     held = found[0]
@@ -252,9 +243,10 @@ def _without_caches(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str
 
 
 def _open(text: str, durable: bool, table: Mapping[str, dict[str, Any]] | None = None) -> Storage:
-    url, _ = _without_caches(absolute_url(text), {})
+    url = absolute_url(text)
     if not _URL.match(url):
         return LocalStorage(url, durable)
+    url, _ = _without_caches(url, {})
     options = _options_of(url, _options if table is None else table)
     own = _own.get(url.partition("://")[0])
     if own is not None:
