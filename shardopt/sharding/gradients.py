@@ -249,8 +249,11 @@ def is_moved_by_backward(param: Tensor) -> bool:
     return bool(local) and not any(each.requires_grad for each in local)
 
 
-def updates_in_backward(optimizer: Any) -> bool:
-    """Whether backward moves tensors of an optimizer of any library, as it says itself, or as they say."""
+def may_move_in_backward(optimizer: Any) -> bool:
+    """Whether backward may move tensors of an optimizer of any library, as it says itself, or as they say.
+
+    It may be true of one whose tensors have no gradients yet: ask only where a copy too many does no harm. Local.
+    """
     if getattr(optimizer, "updates_in_backward", False):
         return True
     return any(is_moved_by_backward(param) for group in optimizer.param_groups for param in group["params"])

@@ -67,7 +67,7 @@ def save_in_stages(folder, shared):
             app["shared"][1] = 1
         app[f"layers.{rank // 2}"]["step"].fill_(7)
     ranks_of().agree("look", lambda: None)  # rank 0 has removed what failed
-    left = {name: os.listdir(f"{folder}/{name}") for name in os.listdir(folder) if not name.isdigit()}
+    left = [name for name in os.listdir(folder) if not name.isdigit()]
     return rounds, known, report.tensors, values, drifted, left
 
 
@@ -82,7 +82,7 @@ def check(tmp_path, shared):
         assert tensors == len(everything)
         assert values == ["epoch"]
         assert drifted == [["layers.0.step", *["shared"] * shared]] * 2
-        assert set(map(tuple, left.values())) == {()}
+        assert left == []
     for number in range(3):
         assert checkpoint.verify(tmp_path / str(number)).ok
         with checkpoint.open(tmp_path / str(number)) as reader:
@@ -110,11 +110,11 @@ def save_with_values_of_one(folder):
         rounds.append(channel._round - before)
     error = refused(lambda: checkpoint.save(f"{folder}/refused", {"w": torch.ones(4), "epoch": rank}))
     ranks_of().agree("look", lambda: None)  # rank 0 has removed what failed
-    return rounds, error, os.listdir(f"{folder}/refused")
+    return rounds, error, os.path.exists(f"{folder}/refused")
 
 
 def test_values_that_only_some_ranks_have_cost_no_round(tmp_path):
-    assert run_ranks(2, save_with_values_of_one, str(tmp_path)) == [([2, 2], ["epoch"], [])] * 2
+    assert run_ranks(2, save_with_values_of_one, str(tmp_path)) == [([2, 2], ["epoch"], False)] * 2
     for number in range(2):
         with checkpoint.open(tmp_path / str(number)) as reader:
             assert (reader.read("epoch"), reader.read("loss")) == (3, 0.5)

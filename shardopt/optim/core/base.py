@@ -38,7 +38,6 @@ from shardopt.runtime.torch_private import (
     changes_what_is_loaded,
     out_of_inference_mode,
 )
-from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.state.param_groups import ALGORITHM, NAMES_OF_TORCH, PARAMS, are_named
 from shardopt.state.paths import PARAM_GROUPS, STATE
@@ -98,11 +97,6 @@ class KeyedOptimizer(Node):
         else:  # those were looked at
             refuse_flattened(self._params)
         refuse_non_leaf_tensors(self._params, home.param_groups)
-
-    @property
-    def updates_in_backward(self) -> bool:
-        is_others = isinstance(self._home, Held)  # what steps them is not known, as of torchrec's fused tables
-        return super().updates_in_backward or (is_others and any(map(is_moved_by_backward, self._params.values())))
 
     def as_torch(self) -> ByPosition:
         """Returns a view of this optimizer by position, for torch's `get_optimizer_state_dict` and similar functions.

@@ -19,7 +19,7 @@ from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import Group, SharedGroup
 from shardopt.runtime.companions import note_companion
 from shardopt.runtime.torch_gradients import ScalerStages, inverse_scale, scale_and_look
-from shardopt.sharding.gradients import carries_gradients, takes_gradient, updates_in_backward
+from shardopt.sharding.gradients import carries_gradients, takes_gradient
 from shardopt.sharding.view import local_tensors
 
 _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is stepping an optimizer", default=False)
@@ -209,7 +209,7 @@ def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool)
     Raises:
         GradientError: one does not fit its parameter, or is fp16 where that is not allowed.
     """
-    if updates_in_backward(optimizer):
+    if getattr(optimizer, "updates_in_backward", False):
         refuse_scaled_backward()
     names = first_names(getattr(optimizer, "params", {}))
     params = chain.from_iterable(group["params"] for each in due for group in each.param_groups)

@@ -39,7 +39,7 @@ from shardopt.runtime.accelerator import copy_stream, has_streams, on_stream
 from shardopt.runtime.deferred_checks import taking_state
 from shardopt.runtime.host_memory import HostMemory
 from shardopt.sharding.box import Box
-from shardopt.sharding.gradients import updates_in_backward
+from shardopt.sharding.gradients import may_move_in_backward
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
 from shardopt.state.flatten import flatten
@@ -343,7 +343,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     to copy, are not among them.
     """
     optimizers = _optimizers_of(flat)
-    within_backward = [each for each in optimizers if updates_in_backward(each)]
+    within_backward = [each for each in optimizers if may_move_in_backward(each)]
     stepping = [each for each in optimizers if each not in within_backward]
     owned = _memory_of(stepping) - _memory_of(within_backward)
     states = {(*each.path, "state") for each in flat.targets if each.object in stepping}

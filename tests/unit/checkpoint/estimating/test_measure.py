@@ -66,6 +66,7 @@ def test_a_write_is_given_up_when_the_time_is_over(app, monkeypatch, tmp_path):
         return write(self, name, (world().sleep(0.2) or buffer for buffer in buffers))
 
     monkeypatch.setattr(LocalStorage, "write", slow)
+    monkeypatch.setattr(LocalStorage, "buffer_bytes", 4 << 20)
     begin = world().monotonic()
     estimate = checkpoint.estimate({"large": app["large"]}, tmp_path, measure_seconds=1.3)
     assert world().monotonic() - begin < 3
