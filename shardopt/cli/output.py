@@ -40,7 +40,7 @@ class ReaderGone(Exception):
 
 
 class Unwritten(Exception):
-    """What is printed cannot be written, as on a full disk."""
+    """Output cannot be written, as on a full disk."""
 
 
 class Output:

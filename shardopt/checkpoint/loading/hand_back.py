@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -16,6 +15,7 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.torchs.kept_dtypes import keeping_dtypes
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
+from shardopt.state.containers import entries_of
 from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
@@ -33,10 +33,6 @@ _FEW = 64
 """Of as many entries a container shows whether it has optimizers; one with data may have millions."""
 _FEW_WITHIN = 16
 """Of as many a container within another one shows it."""
-_VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
-    dict: dict.values,
-    **{each: each.__iter__ for each in (list, tuple, deque)},
-}
 _DEPTH = 3
 """So many containers may be around an optimizer, each within the next."""
 _REFUSALS: frozenset[Code] = frozenset(
@@ -208,16 +204,12 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
-    """Returns an optimizer itself, or those in a container.
-
-    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does.
-    """
+    """Returns an optimizer itself, or those in a container."""
     if isinstance(value, Optimizer):
         return [value]
-    values = next((values for each, values in _VALUES_OF.items() if depth and isinstance(value, each)), None)
-    if values is None:
+    entries = entries_of(value) if depth else None
+    if entries is None:
         return []
-    entries = iter(values(value))
     first = [*islice(entries, _FEW if depth == _DEPTH else _FEW_WITHIN)]  # at once, as a thread may add some
     found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
     return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]

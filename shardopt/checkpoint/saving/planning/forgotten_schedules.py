@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
 from shardopt.runtime.companions import companions_of
 from shardopt.runtime.torch_private import is_scheduled
+from shardopt.state.containers import entries_of
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import STATE, Path, is_below, join
 from shardopt.state.state import FlatState, PartialStateful, PerRank
@@ -34,11 +35,6 @@ _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that save state in no group
 
 _MOST_LOOKED_AT = 64
-_VALUES_OF: dict[type, Callable[[Any], Iterable[Any]]] = {
-    dict: dict.values,
-    list: list.__iter__,
-    tuple: tuple.__iter__,
-}
 _told_of: weakref.WeakSet[Any] = weakref.WeakSet()  # what goes along with optimizers, and samplers
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -191,16 +187,13 @@ def _attributes_in(flat: FlatState) -> Iterator[Any]:
 
 
 def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the values of attributes, and the first ones in their lists, tuples and dicts.
+    """Yields the values of attributes, and the first ones in their containers.
 
-    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does. A list of
-    schedules is short, and one of data may have millions of entries.
+    A list of schedules is short, and one of data may have millions of entries.
     """
     for value in attributes.values():
         yield value
-        for plain, values in _VALUES_OF.items():
-            if isinstance(value, plain):
-                yield from islice(values(value), _MOST_LOOKED_AT)
+        yield from islice(entries_of(value) or (), _MOST_LOOKED_AT)
 
 
 def _is_state_within(value: Any, mark: str) -> bool:

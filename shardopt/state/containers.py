@@ -1,0 +1,20 @@
+"""The entries of containers that a program's objects have as attributes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+_VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
+    dict: dict.values,
+    **{each: each.__iter__ for each in (list, tuple, deque)},
+}
+
+
+def entries_of(value: Any) -> Iterator[Any] | None:
+    """Returns the entries of a dict, list, tuple or deque; None if this is none.
+
+    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does.
+    """
+    return next((iter(values(value)) for each, values in _VALUES_OF.items() if isinstance(value, each)), None)
