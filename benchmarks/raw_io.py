@@ -12,14 +12,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.peers import calling
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 
 REQUEST_MIB = (1, 8, 64)
 PREFIX = "raw "
 DIRECT = f"{PREFIX}direct"
+SUMMED = "read with checksums"
 _DIRECT_BYTES = 8 << 20
 _PAGE_BYTES = mmap.PAGESIZE
 
@@ -36,8 +39,13 @@ def readers(paths: Sequence[str], begin: int, memories: Sequence[memoryview]) ->
         paths: read one after the other, as if they were one file.
         begin: of the bytes to read, in that file.
         memories: for the bytes.
+
+    Returns:
+        The raw peers; and as `SUMMED` one that hashes each segment right after the request that read it, and compares
+        nothing: what a verified load can have at best.
     """
-    return {f"{PREFIX}{mib} MiB": calling(partial(_read, paths, begin, memories, mib << 20)) for mib in REQUEST_MIB}
+    peers = {f"{PREFIX}{mib} MiB": calling(partial(_read, paths, begin, memories, mib << 20)) for mib in REQUEST_MIB}
+    return peers | {SUMMED: calling(partial(_read, paths, begin, memories, 2 * SEGMENT_BYTES, summed=True))}
 
 
 def writers(path: str, memories: Sequence[memoryview], durable: bool) -> dict[str, Callable[[int], Any]]:
@@ -102,7 +110,9 @@ def _write_directly(path: str, aligned: mmap.mmap) -> None:
         os.fsync(fd)
 
 
-def _read(paths: Sequence[str], begin: int, memories: Sequence[memoryview], request_bytes: int) -> None:
+def _read(
+    paths: Sequence[str], begin: int, memories: Sequence[memoryview], request_bytes: int, summed: bool = False
+) -> None:
     with ExitStack() as stack:
         left = [stack.enter_context(open(path, "rb", buffering=0)) for path in paths]
         while begin >= os.fstat(left[0].fileno()).st_size:
@@ -111,6 +121,9 @@ def _read(paths: Sequence[str], begin: int, memories: Sequence[memoryview], requ
         for memory in memories:
             while memory.nbytes:
                 got = left[0].readinto(memory[:request_bytes])
+                if summed:
+                    for at in reversed(range(0, got, SEGMENT_BYTES)):  # the last one is in the core's cache
+                        xxhash.xxh3_64_digest(memory[at : min(at + SEGMENT_BYTES, got)])
                 memory = memory[got:]
                 if not got:
                     left.pop(0)

@@ -119,7 +119,8 @@ def compare(
         elif view is None or tensor is None:
             found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
         else:
-            resized = resized_buffer(leaf, view, tensor.layout.shape, flat)
+            shape = tensor.layout.shape
+            resized = None if view.shape == shape else resized_buffer(leaf, shape, flat)
             if resized is not None:
                 match.values[key], view = resized, view_of(resized, key)
             found = _match_tensor(key, view, tensor, match, strictness, names)

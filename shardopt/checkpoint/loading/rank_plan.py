@@ -77,7 +77,9 @@ class RankPlan:
         """The stored bytes that fill `into`."""
         nbytes, stored = 0, self.match.tensors
         for key, view in self.into.items():
-            nbytes += stored[key][1].dtype.itemsize * sum([memory.numel() for _, memory in view.pieces])
+            itemsize = stored[key][1].dtype.itemsize
+            for _, memory in view.pieces:
+                nbytes += itemsize * memory.numel()
         return nbytes
 
     @property

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.runtime.torch_gradients import loads_buffer
-from shardopt.sharding.pieces import View
 from shardopt.state.state import FlatState, Leaf
 
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def resized_buffer(leaf: Leaf, view: View, shape: tuple[int, ...], flat: FlatState) -> Tensor | None:
+def resized_buffer(leaf: Leaf, shape: tuple[int, ...], flat: FlatState) -> Tensor | None:
     """Returns a new tensor of the stored shape, if the leaf is a buffer whose module takes that; None otherwise."""
-    if view.shape == shape or type(leaf.value) is not Tensor:
+    if type(leaf.value) is not Tensor:
         return None
     target = next((each for each in flat.targets if each.path == leaf.path[:-1]), None)
     if target is None or not isinstance(target.object, Module):
