@@ -86,7 +86,7 @@ class TrainingRun:
         self._stop_on = None if stop_on is None else stop_on if isinstance(stop_on, Preemption) else Preemption(stop_on)
         self._options, self._start_from = options, start_from
         self._manager: Manager | None = None
-        self._last = self._final = 0
+        self._last = self._final = self._at_root = 0
         self._handlers: dict[int, Any] = {}  # by signal
 
     @property
@@ -103,7 +103,7 @@ class TrainingRun:
 
     def begin(self, app: App) -> int:
         """Makes the Manager, and loads the newest checkpoint into `app`; returns its step, or 0. Collective."""
-        self._final = 0
+        self._final = self._at_root = 0
         self._manager = Manager(self._root, every=self._every, stop_on=self._stop_on, **self._options)
         if self._stop_on is not None:
             self._handlers = {each: signal.getsignal(each) for each in self._stop_on.all_signals}
@@ -139,7 +139,7 @@ class TrainingRun:
         every = self._every
         # A step may count for several, of which one is due.
         passed = not isinstance(every, timedelta) and step // every > self._last // every
-        self._last = step
+        self._last, self._at_root = step, step if passed else self._at_root
         if self.manager.should_save(step) or passed:
             self.manager.save(step, app(), force=passed)
 
@@ -147,7 +147,7 @@ class TrainingRun:
         """Saves the last step if it is not saved yet, and waits until it is copied. Collective."""
         if step > self._final:
             self._final = step
-            self.manager.save(step, app(), force=True)
+            self.manager.save(step, app(), force=step != self._at_root)
             wait_for_copies()  # a framework may change the weights from here on, such as to those of the best step
 
     def end(self, step: int, app: Callable[[], App]) -> None:
