@@ -188,8 +188,8 @@ def publish_at(url: str, options: Mapping[str, Any] | None) -> PublishedRoot | N
     return root
 
 
-def follow_at(url: str, options: Mapping[str, Any] | None) -> bool:
-    """Makes this process open a root in memory of hosts, if its URL is of one; returns whether it is.
+def follow_at(url: str, options: Mapping[str, Any] | None) -> ServedRoot | None:
+    """Makes this process open a root in memory of hosts, if its URL is of one, and returns it; else None.
 
     Args:
         options: `key_file`, if it is not in the job's store.
@@ -198,12 +198,13 @@ def follow_at(url: str, options: Mapping[str, Any] | None) -> bool:
         OptionError: the URL has no absolute path, or an option is none.
     """
     if not url.startswith(PREFIX):
-        return False
+        return None
     path = _path_of(url)
     known = _roots.get(path)
     if not isinstance(known, PublishedRoot) or known.is_closed:  # whose files here may not be those of the next one
-        _roots[path] = FollowedRoot(path, invitation_at(path, **_known(options, "key_file") or {"key_file": None}))
-    return True
+        known = FollowedRoot(path, invitation_at(path, **_known(options, "key_file") or {"key_file": None}))
+        _roots[path] = known
+    return known
 
 
 def _open(url: str, key_file: Any = None, max_connections: Any = None, max_bytes_per_second: Any = None) -> Storage:

@@ -151,6 +151,14 @@ class FollowedRoot(ServedRoot):
                 files.append(FileClient(Entry(invitation.name, invitation.key, at), 0, number, name))
         # Other threads read meanwhile. What is no invitation changes nothing, and is read again the next time.
         self._read, self.files, self.of_rank = data, tuple(files), of_rank
-        for client in before:
-            if isinstance(client, FileClient):
-                client.close()
+        _close(before)
+
+    def close(self) -> None:
+        """Closes the connections to the hosts. Who reads on makes others. Local."""
+        _close(self.files)
+
+
+def _close(files: Sequence[Files]) -> None:
+    for client in files:
+        if isinstance(client, FileClient):
+            client.close()

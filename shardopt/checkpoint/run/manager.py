@@ -119,7 +119,7 @@ class Manager:
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
         check_run_options(root, copies, export, every, stage, preemption is not None, options)
         with ExitStack() as if_it_fails:  # whoever keeps the error keeps this frame, too
-            roots = [hold(url) for url, _ in given]
+            roots = [hold(url, self) for url, _ in given]
             if_it_fails.callback(release, *roots)
             refuse_unfit_tiers(tiers, roots, incremental)
             given_terms = {each.name: getattr(options, each.name) for each in fields(SaveOptions)}

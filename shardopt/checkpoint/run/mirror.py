@@ -76,7 +76,7 @@ class MirrorCopier(Task):
         process_group: Group | None = None,
     ) -> None:
         self._group = SharedGroup(process_group, deadline_seconds)
-        self._local, self.remote = storage_of(local), hold(remote)
+        self._local, self.remote = storage_of(local), hold(remote, self)
         self._side = SideRanks("copies of checkpoints")
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
         super().__init__(Turns(self._copy, self._describe, "shardopt-mirror"))

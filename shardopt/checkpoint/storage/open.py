@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 from shardopt.checkpoint.storage.base import Storage
@@ -73,11 +73,15 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     return world().open_storage(os.fspath(url), durable, _open_beside_held)
 
 
-def hold(url: str | os.PathLike[str]) -> Storage:
+def hold(url: str | os.PathLike[str], owner: object = None) -> Storage:
     """Returns the storage at a URL, in which all that this process opens at or below that URL is from now on.
 
     It ends with the returned object, or with `release`. What else would change the store behind the URL, such as
     other options or another environment, is refused where it is asked for, and else has no effect.
+
+    Args:
+        owner: whose storage it is; None if nobody else has it. Garbage is collected only once the owner is gone: the
+            storage may then be in a cycle that nobody has.
 
     Raises:
         OptionError: an earlier one, which has not ended, is in another store.
@@ -89,7 +93,7 @@ def hold(url: str | os.PathLike[str]) -> Storage:
     place = _place_of(storage, _options_of(storage.url, _options))
     _refuse_elsewhere(storage, place)
     key = id(storage)
-    _held[key] = ref(storage, lambda _: _held.pop(key, None)), place
+    _held[key] = _Held(ref(storage, lambda _: _held.pop(key, None)), ref(storage if owner is None else owner), place)
     return storage
 
 
@@ -151,9 +155,15 @@ def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) 
     _options.update({text: given, storage.url: given})
 
 
+class _Held(NamedTuple):
+    storage: ref[Storage]
+    owner: ref[object]
+    place: Mapping[str, str]
+
+
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
-_held: dict[int, tuple[ref[Storage], Mapping[str, str]]] = {}  # by id, as storages may be equal; and where they are
+_held: dict[int, _Held] = {}  # by id, as storages may be equal
 _NOT_WHERE = re.compile(
     "key|secret|token|pass|credential|user|sas|anon|client_id|tenant"
     "|timeout|retr|attempt|block_?size|cache|listing|concurren|max_|pool|batch|buffer|keepalive|chunk"
@@ -188,29 +198,39 @@ def flat_place(options: Mapping[str, Any], within: str = "") -> dict[str, str]:
     return found
 
 
-def _holder(storage: Storage, place: Mapping[str, str]) -> tuple[Storage, Mapping[str, str]] | None:
-    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None."""
-    if _nearest(storage.url)[1] in (None, place):
+def _holder(
+    storage: Storage, place: Mapping[str, str], refuses: bool = False
+) -> tuple[Storage, Mapping[str, str]] | None:
+    """Returns what is held at the storage's URL or next above it, and where, if that is another store; else None.
+
+    Args:
+        refuses: whether that is an error: the owner may be in a cycle that nobody has, too.
+    """
+    there, is_owned = _nearest(storage.url)[1:]  # the first of which would stay alive here
+    if there in (None, place):
         return None
-    gc.collect()  # of a Manager that nobody has any more
-    held, there = _nearest(storage.url)
+    if refuses or not is_owned:
+        gc.collect()
+    held, there, _ = _nearest(storage.url)
     return None if held is None or there is None or there == place else (held, there)
 
 
-def _nearest(url: str) -> tuple[Storage | None, Mapping[str, str] | None]:
-    """Returns what is held at a URL or next above it, and in which store."""
-    alive = [(held(), place) for held, place in list(_held.values())]
-    within = [(each, place) for each, place in alive if each is not None and _is_within(url, each.url)]
-    return max(within, key=lambda found: len(found[0].url), default=(None, None))
+def _nearest(url: str) -> tuple[Storage | None, Mapping[str, str] | None, bool]:
+    """Returns what is held at a URL or next above it, in which store, and whether its owner is there."""
+    alive = [(each.storage(), each.place, each.owner() is not None) for each in list(_held.values())]
+    within = [
+        (each, place, is_owned) for each, place, is_owned in alive if each is not None and _is_within(url, each.url)
+    ]
+    return max(within, key=lambda found: len(found[0].url), default=(None, None, False))
 
 
 def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
-    found = _holder(storage, place)
+    found = _holder(storage, place, refuses=True)
     if found is None:
         return
     held, there = found
     names = sorted(name for name in {*place, *there} if place.get(name) != there.get(name))
-    remedy = "do this before that is made, once it is closed (a Follower: dropped), or in another process"
+    remedy = "do this before that is made, once it is closed, or in another process"
     problem = Problem(
         storage.url,
         f"another {', '.join(names)} than that of the Manager, MirrorCopier or Follower of {held.url}",

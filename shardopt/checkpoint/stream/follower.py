@@ -14,6 +14,7 @@ import torch
 
 from shardopt.checkpoint.arguments import optional_count_problem, refuse
 from shardopt.checkpoint.hosts.served import follow_at
+from shardopt.checkpoint.hosts.served_roots import FollowedRoot
 from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -29,7 +30,7 @@ from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.storage import hold, use_options
+from shardopt.checkpoint.storage import hold, release, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
 from shardopt.checkpoint.stream.served import Weights, rearrange_problems, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
@@ -127,11 +128,12 @@ class Follower:
         if not isinstance(strict, bool | Strictness):
             problems.append(Problem("strict", repr(strict), "True, False or a Strictness", "pass one of them"))
         refuse(problems)
-        if isinstance(root, str | os.PathLike) and not follow_at(os.fspath(root), storage_options):
+        weights_of(app, "app")
+        self._served = follow_at(os.fspath(root), storage_options) if isinstance(root, str | os.PathLike) else None
+        if self._served is None and isinstance(root, str | os.PathLike):
             use_options(root, storage_options)
         check_run_options(root, None, None, 1, None, False, SaveOptions())
-        weights_of(app, "app")
-        self._root, self._app = Root(hold(root)), app
+        self._root, self._app, self._closed = Root(hold(root, self)), app, False
         self._memory_bytes, self._silence_seconds = memory_bytes, silence_seconds
         self._options = LoadOptions(
             strictness=STRICT if strict is True else strictness_of(strict),
@@ -325,7 +327,27 @@ class Follower:
                 raise CheckpointError("the weights were not updated", [problem], code="following")
             self._changed.wait(left)
 
+    def close(self) -> None:
+        """Ends the use of the root's store (`storage_options`), and frees host memory. Local.
+
+        The weights stay as they are, and are served as before; an update raises RuntimeError.
+        """
+        if self._closed:
+            return
+        self._closed, self._held, self._known = True, {}, {}
+        release(self._root.storage)
+        if isinstance(self._served, FollowedRoot):
+            self._served.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
     def _ranks(self) -> Ranks:
+        if self._closed:
+            raise RuntimeError("this Follower was closed; make a new one")
         return ranks_of(self._options.process_group, self._options.deadline_seconds)
 
     def _newest(self, ranks: Ranks, but: Set[Published], step: int | None = None) -> Published | None:

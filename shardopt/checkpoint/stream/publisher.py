@@ -90,17 +90,18 @@ class Publisher:
         problems = [*count_problem("anchor_every", anchor_every, 1), *rename_problems(rename)]
         problems += [*rearrange_problems(rearrange), *dtype_problems(dtype)]
         refuse(problems)
-        self._served = publish_at(os.fspath(root), storage_options) if isinstance(root, str | os.PathLike) else None
-        if self._served is None and isinstance(root, str | os.PathLike):
-            use_options(root, storage_options)
-        rules = retention_of(keep)
+        rules, group = retention_of(keep), SharedGroup(process_group, deadline_seconds)
         terms = SaveTerms(
             durable=durable, deadline_seconds=deadline_seconds, process_group=process_group, base_required=False
         )
+        _ = group.ranks  # refused where it is not in the group: before a root is published at, or held
+        self._served = publish_at(os.fspath(root), storage_options) if isinstance(root, str | os.PathLike) else None
+        if self._served is None and isinstance(root, str | os.PathLike):
+            use_options(root, storage_options)
         check_run_options(root, None, None, 1, "now", False, terms)
         self._rename, self._dtypes = dict(rename or {}), Dtypes(dtype)
         self._arranged = Arranged(rearrange) if rearrange else None
-        self._run = Run(Root(hold(root), publishes=True), SharedGroup(process_group, deadline_seconds), None, 1, rules)
+        self._run = Run(Root(hold(root, self), publishes=True), group, None, 1, rules)
         self._after = AfterCommit(self._run, None, None, None)
         self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
         self._last: tuple[int, PendingSave] | None = None

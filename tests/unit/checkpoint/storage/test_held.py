@@ -1,6 +1,8 @@
 """What a run is kept in stays the same store, whatever others ask for; and caches of fsspec are not read."""
 
 import gc
+import signal
+import weakref
 from typing import ClassVar
 
 import fsspec
@@ -97,13 +99,36 @@ def test_what_changes_behind_a_url_is_for_those_who_come_later(monkeypatch):
     with pytest.raises(OptionError, match=r"s3://held/run: found another endpoint than that of .*once it is closed"):
         hold("s3://held/run")
     release(one)
-    two = hold("s3://held/run")
+    owner = Clusters()
+    two = hold("s3://held/run", owner)
     assert two.place == {"endpoint": "https://two:9000"}
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://one:9000")
     two.cycle = two  # as of a Manager that nobody has closed
     del two
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "collect", lambda: pytest.fail("garbage was collected while the owner is there"))
+        assert storage_of("s3://held/run").place == {"endpoint": "https://two:9000"}
+    del owner
     assert storage_of("s3://held/run").place == one.place
     gc.collect()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stop_on": signal.SIGUSR1},
+        {"export": checkpoint.Export("clusters://b/hf")},
+        {"destinations": [checkpoint.Mirror("clusters://b/copies")]},
+        {"destinations": [checkpoint.Tier("/tmp/none", every=1)]},
+    ],
+    ids=["plain", "stop_on", "export", "mirror", "tiers"],
+)
+def test_nothing_keeps_a_manager_that_nobody_has(options):
+    manager = checkpoint.Manager(RUN, **options)
+    gone = weakref.ref(manager)
+    del manager
+    assert gone() is None
 
 
 @pytest.mark.parametrize("cache", ["simplecache", "filecache", "blockcache"])
@@ -130,6 +155,48 @@ def test_a_run_that_could_not_be_made_holds_nothing(tmp_path):
     with checkpoint.Manager(RUN, storage_options=NEW) as manager:
         manager.save(1, app(1))
     assert steps_in("new") == [1] and kept.value is not None
+
+
+class NoGroup:
+    """Neither a process group nor a mesh."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: checkpoint.Publisher(RUN, storage_options=OLD, process_group=NoGroup()),
+        lambda: checkpoint.Publisher(RUN, storage_options=OLD, keep=0),
+        lambda: checkpoint.Manager(RUN, storage_options=OLD, process_group=NoGroup()),
+        lambda: checkpoint.Manager(
+            RUN, storage_options=OLD, process_group=NoGroup(), destinations=[checkpoint.Mirror("clusters://b/copies")]
+        ),
+        lambda: checkpoint.Follower(RUN, [torch.ones(4)], storage_options=OLD),
+        lambda: checkpoint.Follower(RUN, {"w": torch.ones(4)}, storage_options=OLD, silence_seconds=0),
+    ],
+    ids=["publisher", "publisher keep", "manager", "mirror", "follower app", "follower"],
+)
+def test_what_could_not_be_made_holds_nothing(make):
+    with pytest.raises(OptionError) as kept:  # whose traceback keeps what the constructor had
+        make()
+    with checkpoint.Manager(RUN, storage_options=NEW) as manager:
+        manager.save(1, app(1))
+    assert steps_in("new") == [1] and kept.value is not None
+
+
+def test_a_follower_that_is_closed_holds_nothing():
+    for options in (OLD, NEW):
+        with checkpoint.Publisher("clusters://b/weights", storage_options=options) as publisher:
+            publisher.publish(1, {"w": torch.full((4,), float(len(options)))})
+    weights = {"w": torch.zeros(4)}
+    for options in (OLD, NEW):
+        with checkpoint.Follower("clusters://b/weights", weights, storage_options=options) as follower:
+            assert follower.update().step == 1 and weights["w"].eq(len(options)).all()
+        follower.close()
+        with follower.serving() as step:
+            assert step == 1
+        for ask in (follower.update, follower.poll):
+            with pytest.raises(RuntimeError, match="this Follower was closed; make a new one"):
+                ask()
 
 
 def test_how_files_are_read_is_not_where_they_are():
