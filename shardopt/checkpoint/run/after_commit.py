@@ -133,7 +133,7 @@ class AfterCommit:
         Args:
             restored: the checkpoint from which the run resumes; None where there was none.
         """
-        if TIERS_NAME in self._run.root.names and self._run.ranks.rank == 0:
+        if TIERS_NAME in self._run.root.seen.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths
             warn_of_former(self._run.root, paths, 0 if restored is None else restored.id.step)
         if restored is None:
@@ -172,7 +172,7 @@ class AfterCommit:
         def copy_metrics(save_id: str) -> None:
             copies = self._run.roots[-1]
             for record in self._run.branches.values():
-                if record.file_name not in copies.names:  # it was out of reach when the branch began
+                if record.file_name not in copies.seen.names:  # it was out of reach when the branch began
                     copies.add(record)
             # From here on `add_metrics` writes to both, as the copy is being made. Before, it may have found none.
             with self._committing, wrap_os_errors(f"copy the metrics of {root.url} to {mirror.url}"):

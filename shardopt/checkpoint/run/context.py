@@ -190,7 +190,7 @@ class Run:
 
     def _branches_with(self, ids: Sequence[CheckpointId]) -> Branches:
         known = {each.file_name: each for each in self.branches.values()}
-        return branches_of({**self.root.records, **known}.values(), ids, self.root.url)
+        return branches_of({**self.root.seen.records, **known}.values(), ids, self.root.url)
 
     def agree_on_branches(self, needs_copies: bool) -> Branches:
         """Reads the records of branches, and copies missing ones to the other root. Collective.
@@ -224,10 +224,10 @@ class Run:
             root.claim()
             found.append(root)
         ids = [] if self.root.is_on_hosts else ids
-        branches = merge_records({root.url: root.records for root in found}, ids).values()
+        branches = merge_records({root.url: root.seen.records for root in found}, ids).values()
         for root in found:
             for record in branches:
-                if record.file_name not in root.records:
+                if record.file_name not in root.seen.records:
                     root.add(record)
         return branches
 
@@ -295,7 +295,7 @@ class Run:
                 some ranks see checkpoints, and others none.
         """
         ids = self.root.ids()
-        begun = sorted(set(self.root.records) - {each.file_name for each in self.branches.values()})
+        begun = sorted(set(self.root.seen.records) - {each.file_name for each in self.branches.values()})
         if begun:
             remedy = "end the other job, or this one; then restore again"
             problems = [Problem(f"{self.root.url}/{at}", "begun meanwhile", "no new branch", remedy) for at in begun]
@@ -319,7 +319,7 @@ class Run:
         """
         at_root = self.at_root
         step = -1 if restored is None else restored.id.step
-        for id in self.root.listed:
+        for id in self.root.seen.ids:
             is_newer = id not in at_root and id.step > step and self.branches.has(id, seen_from)
             if is_newer and self.root.is_unfinished(id):
                 announce(f"passed over step {id.step} in {self.root.url}: it is unfinished, without a manifest")
@@ -367,7 +367,7 @@ class Run:
 
         If not, what is to stay is not known: another job may resume from a checkpoint that is old for this one.
         """
-        records = {name for root in self.roots for name in root.records}
+        records = {name for root in self.roots for name in root.seen.records}
         if not self.is_agreed:  # this job may be about to begin one
             return False
         begun = sorted(records - {each.file_name for each in self.branches.values()})

@@ -151,7 +151,7 @@ class Exporter(Task):
         root = self._run.root
         ids = [restored.id] if root.checkpoint(restored.id).url == restored.url else []
         if self._best is not None:
-            ids = [*root.listed]
+            ids = [*root.seen.ids]
         there = {id: at for id in ids if (at := root.checkpoint(id)).missing_target() is None}
         self._begin({id: None for id, at in there.items() if at.url not in restored.damaged})
 

@@ -87,7 +87,7 @@ class Keeper(Task):
                         remove_in_the_way(root.checkpoint(id))
                 self._damaged -= {url}
         root = self._run.root  # a mirror, or an object store, is cleared by the commit
-        if self._run.ranks.rank or root.storage.is_remote or id.name not in root.names:
+        if self._run.ranks.rank or root.storage.is_remote or id.name not in root.seen.names:
             return  # as all others: there was no directory of this step when the root was last listed
         with _logging_failures(root):
             if id.name not in self._in_use(root) and root.checkpoint(id).url not in _busy_urls():
@@ -164,8 +164,8 @@ class Keeper(Task):
 
     def _remove_left_behind(self, root: Root, step: int) -> None:
         """Removes, after a listing, metrics of lower steps whose copies were left out for that of this one."""
-        there = root.names | self._in_use(root)
-        for name in root.names:
+        there = root.seen.names | self._in_use(root)
+        for name in root.seen.names:
             id = parse_id(name.removesuffix(record_name("")))
             if id is not None and id.step < step and id.name not in there:
                 root.storage.remove(name)
@@ -174,7 +174,7 @@ class Keeper(Task):
         ids, branches = root.ids(), self._run.branches
         if not self._run.may_remove():
             return []
-        listed = {name for each in self._run.roots for name in each.names}
+        listed = {name for each in self._run.roots for name in each.seen.names}
         for id in list(self._noted):  # what others note meanwhile stays
             if id.name not in listed:
                 self._noted.pop(id, None)
@@ -230,7 +230,7 @@ class Keeper(Task):
                     unread.append(id)
                     self._tell_once(root.checkpoint(id).url, _UNREAD, error, "readable")
         if rules.best is not None:
-            with_added = {id: noted for id, noted in known.items() if record_name(id.name) in root.names}
+            with_added = {id: noted for id, noted in known.items() if record_name(id.name) in root.seen.names}
             unread += self._read_added(root, with_added)
         noted = {id.step: self._noted.get(id, _NOTHING) for id in whole}
         pinned = {id.step: "pinned" for id in (self._resumed, self._saved, *unread) if id is not None and id in whole}
@@ -289,7 +289,7 @@ class Keeper(Task):
                 self._tell_once(url, "could not be removed, and stays", failed[url], "writable")
             else:
                 self._staying.pop(url, None)
-        remove_records(root.storage, root.names, [id.name for id in free if root.checkpoint(id).url not in failed])
+        remove_records(root.storage, root.seen.names, [id.name for id in free if root.checkpoint(id).url not in failed])
 
     def _tell_once(self, url: str, what: str, error: Exception, required: str) -> None:
         """Logs why a checkpoint stays: once, and not at each save."""

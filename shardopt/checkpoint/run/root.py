@@ -7,6 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from itertools import count
+from types import MappingProxyType
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -66,6 +68,19 @@ class RunIdentity(NamedTuple):
     def pack(self) -> bytes:
         """Returns the record's bytes."""
         return pack_record(_FORMAT, id=self.id, root=self.root)
+
+
+class Listing(NamedTuple):
+    """What is directly under a root: names, the checkpoints among them (ascending), and branch records by file name.
+
+    Args:
+        number: of the listing, in the order in which they begin.
+    """
+
+    number: int = 0
+    names: frozenset[str] = frozenset()
+    ids: Sequence[CheckpointId] = ()
+    records: Mapping[str, Branch] = MappingProxyType({})
 
 
 class Published(NamedTuple):
@@ -172,12 +187,9 @@ class Root:
         """Whether it is in the memory of hosts, where no run is kept, and the host that had the records may be lost."""
         self._stream_id: str | None = None  # of a publisher, to write the record again
         self._has_stream = False  # at any listing: one that was emptied since may have lost the record first
-        self.names: frozenset[str] = frozenset()
-        """The names directly under the root, as of the last listing."""
-        self.listed: Sequence[CheckpointId] = ()
-        """The checkpoints among them, ascending."""
-        self.records: Mapping[str, Branch] = {}
-        """The records of branches, by file name, as of the last listing."""
+        self.seen = Listing()
+        """The last listing: of those that ended, the one that began last."""
+        self._numbers, self._lock = count(1), world().lock()
         self._committed: frozenset[CheckpointId] = frozenset()  # that were found to be, where to look costs a request
 
     def is_there(self) -> bool:
@@ -191,7 +203,7 @@ class Root:
         if not self.is_there():
             return f"starting fresh: {self.url} does not exist"
         line = f"starting fresh: no checkpoint in {self.url}"
-        numbered = sorted((name for name in self.names if name[-1].isdigit()), key=lambda name: (len(name), name))
+        numbered = sorted((name for name in self.seen.names if name[-1].isdigit()), key=lambda name: (len(name), name))
         with contextlib.suppress(OSError, CheckpointError):  # a hint alone, which only one rank looks for
             if numbered and self.storage.child(numbered[-1]).exists(DCP_METADATA_NAME):
                 line += (
@@ -206,6 +218,7 @@ class Root:
             CheckpointError: it cannot be read.
             CorruptionError: the record of a branch is damaged.
         """
+        number = next(self._numbers)
         with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
             ids = ids_in(names)
@@ -213,9 +226,10 @@ class Root:
                 # It was written before the branch's first step, but maybe after the listing had passed its name.
                 names = self.storage.names()
                 ids = ids_in(names)
-            self.names, self.listed = frozenset(names), tuple(ids)
             self._has_stream = self._has_stream or STREAM_NAME in names
-            self.records = read_records(self.storage, names, self.records)
+            records = read_records(self.storage, names, self.seen.records)
+            with self._lock:  # other threads list too, and one that hangs may end long after others
+                self.seen = max(self.seen, Listing(number, frozenset(names), tuple(ids), records))
             if self._stream_id is not None and STREAM_NAME not in names:  # a lifecycle rule has removed it
                 self._write_stream(self._stream_id)
         return ids
@@ -229,10 +243,11 @@ class Root:
         Raises:
             CorruptionError: the record of one is missing in a run.
         """
+        seen = self.seen
         if self.is_on_hosts or self._has_stream:
-            records = sorted(self.records.values())
+            records = sorted(seen.records.values())
             return branches_of(each for number, each in enumerate(records, 1) if each.number == number)
-        return branches_of(self.records.values(), self.listed, self.url)
+        return branches_of(seen.records.values(), seen.ids, self.url)
 
     def claim(self) -> None:
         """Makes this the root of a run, or of a publisher, after a listing.
@@ -242,8 +257,8 @@ class Root:
         """
         self._refuse_checkpoint()
         kinds = "the root of a run", "the root of a publisher"
-        has_record, beside = STREAM_NAME in self.names, _in_use.get(self.url)
-        has_steps = bool(self.listed) and not self.is_on_hosts
+        has_record, beside = STREAM_NAME in self.seen.names, _in_use.get(self.url)
+        has_steps = bool(self.seen.ids) and not self.is_on_hosts
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):
             found, required = kinds[not self._publishes], kinds[self._publishes]
@@ -276,8 +291,8 @@ class Root:
         return number
 
     def _refuse_checkpoint(self) -> None:
-        own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
-        if own or DCP_METADATA_NAME in self.names:
+        own = MANIFEST_NAME in self.seen.names and any(map(FILE_NAME.fullmatch, self.seen.names))
+        if own or DCP_METADATA_NAME in self.seen.names:
             parent = os.path.dirname(self.url)
             is_step = parse_id(os.path.basename(self.url)) is not None
             remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"

@@ -65,7 +65,7 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
 
 def _refuse_checkpoint(root: Root) -> None:
     """Raises OptionError if this is a checkpoint itself, to which no step is ever added."""
-    if any(name in root.names for name in (MANIFEST_NAME, DCP_METADATA_NAME)):
+    if any(name in root.seen.names for name in (MANIFEST_NAME, DCP_METADATA_NAME)):
         parent = root.storage.parent()
         remedy = "give another path" if parent is None else f"give {parent[0].url}"
         problem = Problem(root.url, "a checkpoint", "the root of a run or of a Publisher", remedy)

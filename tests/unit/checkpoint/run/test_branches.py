@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 import tempfile
+import threading
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -349,6 +350,33 @@ def test_a_run_resumes_from_an_earlier_step(tmp_path, newer, stage):
         assert again.abandoned_steps() == {1: [300]}
         save(again, 400)
         assert directories(tmp_path)[-1] == "step-00000400-b2"
+
+
+def test_a_listing_that_ends_late_takes_no_place_of_one_that_began_after_it(tmp_path):
+    """A look that hung for a minute hid the record of a branch that had been read meanwhile."""
+    asked, hangs = threading.Event(), threading.Event()
+
+    class Slow(LocalStorage):
+        def names(self):
+            found = super().names()
+            if threading.current_thread() is thread:
+                asked.set()
+                assert hangs.wait(20)
+            return found
+
+    root = Root(Slow(str(tmp_path)))
+    thread = threading.Thread(target=root.ids)
+    thread.start()
+    assert asked.wait(20)
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    restored(manager, step=100)
+    save(manager, 150)
+    ids = root.ids()
+    hangs.set()
+    thread.join(20)
+    assert [id.name for id in root.seen.ids] == [id.name for id in ids] and len(ids) == 4
+    assert root.branches().current == 1 and {*root.seen.records} < root.seen.names
 
 
 def test_a_line_says_what_a_rewind_leaves_behind(tmp_path, caplog):
