@@ -274,7 +274,7 @@ class Steps:
         except GradientError as error:  # of a step that was taken: the restore is to replace it
             failed_step = error
         if self._tiers is not None:
-            self._tiers.finish()
+            self._tiers.settle()
         finish_below([run.root.url, *([] if self._tiers is None else self._tiers.roots)])  # of another Manager of it
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
         current = run.agree_on_branches(needs_copies=True).current
@@ -327,6 +327,8 @@ class Steps:
         return bool(lacking)
 
     def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
+        if self._tiers is not None:
+            self._tiers.drop_promotions()
         on_tiers = [] if self._tiers is None else self._tiers.candidates()
         lacking = self._tiers is not None and bool(self._tiers.lacking_after(step, seen_from))
         self._run.take_back(step, seen_from, newer, on_tiers, always=lacking)

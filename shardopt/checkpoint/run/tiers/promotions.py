@@ -58,7 +58,7 @@ class Promotions(Turns[Arrival]):
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self.looks_away = self._has_failed = False
+        self.looks_away = self._has_failed = self._drops = False
         self._is_last_try = False  # whether the attempt began after somebody waits for it
         self._tries_at = 0.0  # again, after a failure
         super().__init__(
@@ -89,6 +89,19 @@ class Promotions(Turns[Arrival]):
         """Gives up those that rank 0 found needless: tiers may remove them. On the other ranks."""
         for each in self.jobs:
             each.given_up = each.given_up or each.id in ids
+
+    def settle(self) -> None:
+        """Waits until all are done, or the root is known to be out of reach, which raises nothing later. Local."""
+        while self.jobs and not self._has_failed:
+            super().finish(_POLL_SECONDS)
+
+    def drop(self) -> None:
+        """Waits until all are done, or given up after a failure, as the run continues from another step. Local."""
+        self._drops = True
+        try:
+            super().finish()
+        finally:
+            self._drops = False
 
     def finish(self, seconds: float | None = None) -> None:
         with self._lock:
@@ -158,7 +171,7 @@ class Promotions(Turns[Arrival]):
             is_awaited: whether somebody does on any rank.
         """
         until = world().monotonic() + _ROUND_SECONDS
-        while self._promoted()[-1] is arrival:
+        while self._promoted()[-1] is arrival and not self._drops:
             if self._is_last_try:
                 return "raise"
             self._is_last_try = is_awaited or self._is_awaited()

@@ -207,6 +207,7 @@ class Tiers(Task):
             is_newer = other.branch == branches.current and other.step > step
             return branches.is_removed(other) or (is_newer and other not in lacking)
 
+        self.drop_promotions()
         self.prepare()
         if restored is not None:
             self._claim()
@@ -245,6 +246,15 @@ class Tiers(Task):
     def finish(self) -> None:
         super().finish()
         self.promotions.finish()
+
+    def settle(self) -> None:
+        """Waits as `finish` does, but not for a root that is out of reach. Local."""
+        super().finish()
+        self._work.promotions.settle()
+
+    def drop_promotions(self) -> None:
+        """Ends what is still to come to the root, as the run continues from another step. Local."""
+        self._work.promotions.drop()
 
     def close(self) -> None:
         """Waits as `finish` does, and removes the spare files for the next save. Raises a failure."""

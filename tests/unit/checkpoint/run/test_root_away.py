@@ -74,6 +74,50 @@ def test_a_program_ends_with_an_error_if_its_root_never_answers(tmp_path, away):
     assert steps_in(tmp_path / "tier")[-1] == 5
 
 
+def test_a_restore_that_finds_the_root_away_makes_no_later_save_fail(tmp_path, away, caplog):
+    """It waited for the step that was due for the root, gave that up, and the next save raised it."""
+    destinations = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    app = {"x": torch.zeros(4)}
+    with checkpoint.Manager("memory://away-in-a-restore", every=2, destinations=destinations) as manager:
+        manager.save(1, app)
+        manager.wait()
+        away.set()
+        manager.save(2, app)
+        with pytest.raises(CheckpointError, match="8 attempts within"):
+            manager.restore(app)
+        manager.save(3, app)
+        away.clear()
+        manager.wait()
+        assert manager.steps() == [2]
+
+
+def test_what_waits_for_the_root_is_given_up_by_a_rewind(tmp_path, away, monkeypatch):
+    """The root may be listed, and refuse what is written there."""
+    root = str(tmp_path / "root")
+    write = LocalStorage.write
+
+    def write_or_fail(self, name, buffers):
+        if away.is_set() and self.url.startswith(root):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), f"{self.url}/{name}")
+        return write(self, name, buffers)
+
+    monkeypatch.setattr(LocalStorage, "write", write_or_fail)
+    app = {"x": torch.zeros(4)}
+    with checkpoint.Manager(root, every=2, destinations=[checkpoint.Tier(str(tmp_path / "tier"), every=1)]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, app)
+        manager.wait()
+        away.set()
+        manager.save(4, app)
+        manager._tiers._turns.finish()
+        assert manager.restore(app, step=2) == 2
+        assert not manager._tiers.promoting()
+        away.clear()
+        manager.save(4, app)
+        manager.wait()
+        assert manager.steps() == [2, 4] and not os.path.exists(f"{root}/step-00000004/manifest.json")
+
+
 def test_a_root_that_is_full_fails_the_next_save(tmp_path, monkeypatch):
     """It is not away: what is due for it would not come for as long as nobody makes room."""
     write, root, is_full = LocalStorage.write, str(tmp_path / "root"), threading.Event()
