@@ -27,20 +27,21 @@ def verify(output: Output, *, urls: Sequence[str]) -> int:
 
     Returns:
         1 if one is damaged or missing, or nothing is complete. A step without a manifest counts as missing unless
-        another step of its root is complete, and one that is gone, as by retention, unless a higher one is.
+        another step of its root is complete; so does one that has gone meanwhile, as by retention, unless a higher one
+        is, and one that is not there at the beginning.
     """
     results, unfinished = list[dict[str, Any]](), list[tuple[str, str]]()
-    for url, is_listed in ((each, each != given) for given in urls for each in _steps_of(given)):
+    for url, was_there in [(each, each != given or _is_there(each)) for given in urls for each in _steps_of(given)]:
         try:
             root, _, name = storage_of(url).url.rpartition("/")
         except ShardoptError:  # it cannot be opened, as the verification says
             root = name = ""
         if parse_id(name.removesuffix(record_name(""))) and not parse_id(name):
             output.line(f"{url}: metrics of a step, and no checkpoint")
-        elif parse_id(name) and _is_unfinished(storage_of(url), is_listed):
+        elif parse_id(name) and _is_unfinished(storage_of(url), was_there):
             unfinished.append((root, url))
         else:
-            result = _verify(output, url, may_be_gone=True)
+            result = _verify(output, url, may_be_gone=was_there)
             if result["ok"] is None:
                 unfinished.append((root, url))
             else:
@@ -69,11 +70,18 @@ def _steps_of(url: str) -> list[str]:
     return [root.checkpoint(id).url for id in ids] or [url]
 
 
-def _is_unfinished(step: Storage, is_listed: bool) -> bool:
+def _is_there(url: str) -> bool:
+    try:
+        return Root(storage_of(url)).is_there()
+    except (OSError, ShardoptError):  # as above
+        return True
+
+
+def _is_unfinished(step: Storage, was_there: bool) -> bool:
     """Whether a directory has no manifest, and nothing else that makes a checkpoint.
 
     Args:
-        is_listed: whether it was there, if it is not.
+        was_there: at the beginning.
     """
     try:
         with wrap_os_errors(f"look into {step.url}"):
@@ -83,7 +91,7 @@ def _is_unfinished(step: Storage, is_listed: bool) -> bool:
     if step.missing_target() is not None:
         return False  # whose bytes nobody can verify now
     ours = {name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)}
-    return names == ours and (is_listed or Root(step).is_there())
+    return names == ours and was_there
 
 
 def _is_base(step: Storage) -> bool:

@@ -351,23 +351,26 @@ def test_verify_says_that_a_removed_step_is_a_base(tmp_path, capsys):
 def test_verify_takes_no_step_for_damaged_that_retention_removes_meanwhile(tmp_path, monkeypatch, capsys):
     from shardopt.checkpoint.converting import verify
 
-    inner = verify._check_file
+    inner, to_save = verify._check_file, []
+
+    def check(*arguments):
+        while to_save:
+            manager.save(to_save.pop(), {"x": torch.ones(3)})
+        return inner(*arguments)
+
+    monkeypatch.setattr(verify, "_check_file", check)
     with checkpoint.Manager(tmp_path, keep=2) as manager:
         for step in (1, 2):
             manager.save(step, {"x": torch.ones(3)})
         steps = sorted(map(str, tmp_path.glob("step-*")))  # which the shell has put in the place of a pattern
-        manager.save(3, {"x": torch.ones(3)})
+        to_save.append(3)
         assert main(["verify", *steps, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["checkpoints"]
         assert [(each["url"][-1], each["ok"]) for each in found] == [("2", True), ("1", None)]
-        assert main(["verify", *steps, str(tmp_path / "step-00000004")]) == 1  # which retention does not remove
-        capsys.readouterr()
-
-        def check(*arguments):
-            manager.save(4, {"x": torch.ones(3)})
-            return inner(*arguments)
-
-        monkeypatch.setattr(verify, "_check_file", check)
+        for gone in (steps[0], str(tmp_path / "step-00000004")):  # not there at the beginning
+            assert main(["verify", gone, steps[1]]) == 1
+            assert f"{gone}: found nothing; required a committed checkpoint" in capsys.readouterr().err
+        to_save.append(4)
         assert main(["verify", str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "step-00000002: no manifest: a save is under way, or broke off, or it was removed" in said.out
