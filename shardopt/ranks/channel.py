@@ -22,9 +22,10 @@ from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS, Silence
 from shardopt.ranks.connections.join import STORE_SECONDS, Entry, leader_key, withdraw, within
 from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.connections.node import Node
-from shardopt.ranks.failures import describe, different_calls, merge, numbered_in_group
+from shardopt.ranks.failures import BY_VERSION, describe, different_calls, merge, numbered_in_group
 from shardopt.ranks.lost import Lost, Witness, lost_text
 from shardopt.runtime.stores import Store, StoreError
+from shardopt.version import __version__
 from shardopt.world import world
 
 T = TypeVar("T")
@@ -94,6 +95,8 @@ class Channel:
     def begin_round(self, call: Call, deadline_seconds: float) -> None:
         self.reported = False  # first: who is interrupted between these lines owes the others a report
         self._round += 1
+        if self._round == 1 and self.session == MAIN:  # nothing else is to be compared before
+            call = replace(call, same=f"{call.same}{BY_VERSION}{__version__}")
         self.call, self.deadline_seconds = call, deadline_seconds
 
     def decide(self, report: Any, failure: dict[str, Any] | None, decide: Decide) -> dict[str, Any]:

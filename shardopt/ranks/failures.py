@@ -13,6 +13,9 @@ from typing import Any
 
 from shardopt.errors import RankError, ShardoptError
 
+BY_VERSION = " by version "
+"""Stands between what a rank calls and its version of shardopt."""
+
 _MOST_NAMES = 16
 _MOST_KINDS = 8  # of problems that are only counted
 _RANKS = re.compile(r"\branks? \[?(\d+(?:, \d+)*)")
@@ -181,16 +184,23 @@ def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
     """Makes the error for all ranks if some are in another call than rank 0.
 
     Args:
-        calls: of rank 0 and others, ascending: the rank, and what it calls.
+        calls: of rank 0 and others, ascending: the rank, and what it calls; in the first call of a job with its version
+            behind `BY_VERSION`, which earlier versions do not say.
     """
-    ranks_in: dict[str, list[int]] = {}
-    for rank, call in calls:
-        ranks_in.setdefault(call, []).append(rank)
-    calls_text = "; ".join([f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items()][:_MOST_NAMES])
-    return RankError(
-        f"ranks are in different calls: {calls_text}; all must make the same ones, in the same order",
-        code="different-calls",
-    )
+    by_version, by_call = dict[str, list[int]](), dict[str, list[int]]()
+    for rank, text in calls:
+        call, _, version = text.partition(BY_VERSION)
+        by_version.setdefault(version or "an earlier version", []).append(rank)
+        by_call.setdefault(call, []).append(rank)
+    if len(by_version) > 1:
+        found = f"ranks have unlike versions of shardopt: {_each_on(by_version)}; install one version on all hosts"
+    else:
+        found = f"ranks are in different calls: {_each_on(by_call)}; all must make the same ones, in the same order"
+    return RankError(found, code="different-calls")
+
+
+def _each_on(ranks_in: Mapping[str, Sequence[int]]) -> str:
+    return "; ".join([f"{what} on {names_of(ranks)}" for what, ranks in ranks_in.items()][:_MOST_NAMES])
 
 
 def names_of(ranks: Sequence[int]) -> str:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, ranks_of
+from shardopt.ranks import channel as channel_module
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.channel import Channel
 from shardopt.ranks.collectives import accelerator_of
 from shardopt.ranks.connections import heartbeat
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.node import Node
+from shardopt.ranks.failures import different_calls
 from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, kinds_of
 from shardopt.world import using
 from tests.support.worlds import FakeClock
@@ -480,6 +482,29 @@ def test_nobody_is_waited_for_where_two_are_in_different_calls(job):
     for _ in range(3):
         together(ranks, lambda here: here.agree("x", lambda: None))
     assert job.store().num_keys() <= keys
+
+
+def test_ranks_of_unlike_versions_are_named_in_the_first_call_of_a_job(job, monkeypatch):
+    own = threading.local()
+
+    class Version:
+        def __str__(self):
+            return own.version
+
+    def call(here, version):
+        own.version = version
+        return here.agree("saving", lambda: None)
+
+    monkeypatch.setattr(channel_module, "__version__", Version())
+    ranks = job.start()
+    assert alike(together(ranks, lambda here: call(here, "2.0" if here.rank == 1 else "1.0")), RankError) == (
+        "ranks have unlike versions of shardopt: 1.0 on ranks 0, 2; 2.0 on rank 1; install one version on all hosts "
+        "[different-calls]"
+    )
+    monkeypatch.undo()
+    assert str(different_calls([(0, "saving by version 1.0"), (1, "saving")])).startswith(
+        "ranks have unlike versions of shardopt: 1.0 on rank 0; an earlier version on rank 1; "
+    )
 
 
 def test_of_paths_only_the_last_part_is_compared(job):
