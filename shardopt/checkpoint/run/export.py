@@ -124,6 +124,7 @@ class Exporter(Task):
         self._root = storage_of(export.url)
         self._own: dict[str, None] = {}  # the ids of this process's saves: what others have saved may not fit `export`
         self._again: set[CheckpointId] = set()  # to be tried again; two threads take what is in it
+        self._told = False  # of a step that lacks the metric
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
     def begin(self, id: CheckpointId, noted: Noted, is_own: bool) -> None:
@@ -132,6 +133,13 @@ class Exporter(Task):
         Args:
             is_own: whether this process has saved it.
         """
+        if self._best is not None and noted.metrics and self._best.metric not in noted.metrics and not self._told:
+            self._told = True
+            _log.warning(
+                "step %d is not exported: Export(best=) goes by the metric %r, and it has %s. Name one of these, "
+                "unless other steps have it, or add_metrics adds it [invalid-argument]",
+                *(id.step, self._best.metric, ", ".join(sorted(noted.metrics))),
+            )
         if is_own and noted.save_id is not None:
             self._own[noted.save_id] = None
             for oldest in list(self._own)[:-_MOST_OWN]:

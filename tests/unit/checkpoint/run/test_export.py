@@ -55,6 +55,13 @@ def test_the_best_one_stays_also_in_the_next_process(tmp_path):
     assert exported(tmp_path / "hf") == ("step-00000006", 6.0)
 
 
+def test_a_best_by_a_name_that_no_metric_has_is_told_once(tmp_path, caplog):
+    run(tmp_path, [3.0, 1.0], best=("los", "min"))
+    (said,) = caplog.messages
+    assert said.startswith("step 1 is not exported: Export(best=) goes by the metric 'los', and it has loss. ")
+    assert not (tmp_path / "hf" / "export.json").exists()
+
+
 def exports_that_wait(monkeypatch):
     """Has exports wait in their middle; returns an event that one has begun, and one for all to go on."""
     began, go_on, convert_on = threading.Event(), threading.Event(), module.convert_on
