@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
 
 _VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
     dict: dict.values,
@@ -18,3 +22,9 @@ def entries_of(value: Any) -> Iterator[Any] | None:
     By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does.
     """
     return next((iter(values(value)) for each, values in _VALUES_OF.items() if isinstance(value, each)), None)
+
+
+def attributes_of(value: Any) -> Iterator[Any] | None:
+    """Returns the attributes of an object of a program's; None if this is a class, a module, a tensor or has none."""
+    is_other = isinstance(value, Tensor | Module | ModuleType | type) or not hasattr(value, "__dict__")
+    return None if is_other else iter(vars(value).values())

@@ -15,7 +15,7 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.torchs.kept_dtypes import keeping_dtypes
 from shardopt.codes import Code
 from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
-from shardopt.state.containers import entries_of
+from shardopt.state.containers import attributes_of, entries_of
 from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.version import WRITER
@@ -34,7 +34,7 @@ _FEW = 64
 _FEW_WITHIN = 16
 """Of as many a container within another one shows it."""
 _DEPTH = 3
-"""So many containers may be around an optimizer, each within the next."""
+"""So many containers and objects may be around an optimizer, each within the next."""
 _REFUSALS: frozenset[Code] = frozenset(
     ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
 )
@@ -190,7 +190,7 @@ def _are_others(groups: list[Any], new: list[Any]) -> bool:
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer, and those that it has as attributes or in containers that are attributes, at any depth.
+    """Returns an optimizer, and those that it has as attributes, or in containers and objects that are attributes.
 
     Another object may be given too.
     """
@@ -204,13 +204,15 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
-    """Returns an optimizer itself, or those in a container."""
+    """Returns an optimizer itself, or those in a container or an object of the program's."""
     if isinstance(value, Optimizer):
         return [value]
-    entries = entries_of(value) if depth else None
+    within = entries_of(value) if depth else None
+    entries = attributes_of(value) if depth and within is None else within
     if entries is None:
         return []
-    first = [*islice(entries, _FEW if depth == _DEPTH else _FEW_WITHIN)]  # at once, as a thread may add some
+    few = _FEW if within is None or depth == _DEPTH else _FEW_WITHIN
+    first = [*islice(entries, few)]  # at once, as a thread may add some
     found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
     return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]
 

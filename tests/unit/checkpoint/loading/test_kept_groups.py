@@ -331,3 +331,14 @@ def test_a_schedule_and_steps_go_on_after_a_load(tmp_path):
         parameter.grad = other.grad.clone()  # which this loop adds up
     train(resumed, 2)
     assert torch.equal(resumed["model"].weight, whole["model"].weight) and held["lr"] == 0.2
+
+
+@pytest.mark.parametrize(
+    "hold", [Holder, lambda inner: Holder(Holder(inner)), lambda inner: {"parts": (Holder(inner),)}]
+)
+def test_an_optimizer_in_objects_has_its_dicts_again(hold):
+    inner = SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer, (group,) = Joining(lambda each: hold(*each), inner), inner.param_groups
+    load(optimizer)
+    assert inner.param_groups[0] is group and optimizer.param_groups[0] is group
+    assert "__setstate__" not in vars(inner)
