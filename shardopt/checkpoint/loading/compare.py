@@ -29,7 +29,7 @@ from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_pr
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state.paths import Index, Path, is_below, keys_below, lists_differ, tell_path
+from shardopt.state.paths import Index, Path, is_below, join, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
@@ -128,11 +128,11 @@ def compare(
             problems.append(found)
     absent = [key for key in flat.leaves if key in chosen and key not in stored]
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
+    longer = in_longer_lists({key: flat.leaves[key].path for key in match.missing}, stored)
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
-            of_list = LENGTH_DIFFERS if type(flat.leaves[key].path[-1]) is Index else ""
             kind = _kind_of_leaf(flat.leaves[key], views.get(key))
-            problem = Problem(key, NOT_STORED, kind, of_list + _MISSING)
+            problem = Problem(key, NOT_STORED, kind, (LENGTH_DIFFERS if key in longer else "") + _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names)
     problems += _not_to_be_filled(match, needs_memory)
@@ -140,6 +140,17 @@ def compare(
         key for key in stored if key not in flat.leaves and key not in names.aliases and not is_reported(stored[key])
     ]
     return match
+
+
+def in_longer_lists(paths: Mapping[str, Path], others: Iterable[str]) -> set[str]:
+    """Returns the keys at or within elements of lists that the other side, with these keys, does not have."""
+    within = {key: path for key, path in paths.items() if Index in map(type, path)}
+    known = {key[:end] for key in others for end, each in enumerate(f"{key}.") if each == "."} if within else set()
+    return {
+        key
+        for key, path in within.items()
+        if any(type(part) is Index and join(path[:length]) not in known for length, part in enumerate(path, 1))
+    }
 
 
 def _match_objects(

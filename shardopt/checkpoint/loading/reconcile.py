@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Match, kind_of_stored
+from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Match, in_longer_lists, kind_of_stored
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.other_names import rename_hint
 from shardopt.checkpoint.loading.strictness import Strictness
@@ -31,7 +31,7 @@ from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
 from shardopt.state.param_groups import SAVED_BY
-from shardopt.state.paths import PARAM_GROUPS, Index
+from shardopt.state.paths import PARAM_GROUPS
 from shardopt.state.state import FlatState
 
 _UNEXPECTED = (
@@ -171,7 +171,7 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
     if choice == "ignore":
         return []
     grown, paths = _grown_by(match.unexpected, names.chosen), stored_paths(names.manifest)
-    items = {key for key in match.unexpected if type(paths[key][-1]) is Index}
+    items = in_longer_lists({key: paths[key] for key in match.unexpected}, names.chosen)
     problems = [
         Problem(
             key,

@@ -282,13 +282,23 @@ def test_elements_of_lists_are_for_the_ranks_that_have_them(tmp_path):
 
 
 @pytest.mark.parametrize("here", [1, 5])
-def test_a_list_of_another_length_says_to_empty_it(tmp_path, here):
-    checkpoint.save(tmp_path / "one", {"seen": [torch.full((2,), float(i)) for i in range(3)], "step": 1})
-    seen = [torch.zeros(2) for _ in range(here)]
+@pytest.mark.parametrize("form", [lambda each: each, lambda each: {"x": [each], "by": 1}], ids=["tensors", "dicts"])
+def test_a_list_of_another_length_says_to_empty_it(tmp_path, here, form):
+    stored = [form(torch.full((2,), float(i))) for i in range(3)]
+    checkpoint.save(tmp_path / "one", {"seen": stored, "step": 1})
+    seen = [form(torch.zeros(2)) for _ in range(here)]
     app = {"seen": seen, "step": 0}
     with pytest.raises(MismatchError) as refused:
         checkpoint.load(tmp_path / "one", app)
     assert all("del it[:]" in each.remedy for each in refused.value.problems)
     del seen[:]
     checkpoint.load(tmp_path / "one", app)
-    assert [each.tolist() for each in seen] == [[0, 0], [1, 1], [2, 2]]
+    assert same(seen, stored)
+
+
+def test_of_a_list_of_dicts_that_lack_a_name_it_is_not_said_to_empty_it(tmp_path):
+    checkpoint.save(tmp_path / "c", {"seen": [{"x": torch.ones(2), "y": torch.ones(2)}, {"x": torch.ones(2)}]})
+    with pytest.raises(MismatchError) as refused:
+        checkpoint.load(tmp_path / "c", {"seen": [{"x": torch.ones(2)}, {"x": torch.ones(2), "z": torch.ones(2)}]})
+    assert [each.key for each in refused.value.problems] == ["seen.1.z", "seen.0.y"]
+    assert not any("del it[:]" in each.remedy for each in refused.value.problems)
