@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,7 @@ from shardopt.checkpoint.run.background import Turns
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.copying import copy_over_ranks
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.text import nbytes_text
 from shardopt.errors import CheckpointError
 from shardopt.ranks import Ranks
 from shardopt.runtime.program_end import fail_at_end_if
@@ -20,6 +21,7 @@ from shardopt.world import world
 _PAUSE_SECONDS = 60.0
 _ROUND_SECONDS = 5.0  # after which the other ranks say again whether they go on
 _POLL_SECONDS = 1.0  # of what it waits for: a newer step, or that nobody goes on
+_MANY_WAIT = 3
 
 _Verdict = Literal["try", "wait", "leave", "raise"]
 _log = logging.getLogger("shardopt.checkpoint")
@@ -59,6 +61,7 @@ class Promotions(Turns[Arrival]):
     def __init__(self, root: Root) -> None:
         self._root = root
         self.looks_away = self._has_failed = self._drops = False
+        self._told_at = _MANY_WAIT  # steps that wait, of which a line tells next
         self._is_last_try = False  # whether the attempt began after somebody waits for it
         self._tries_at = 0.0  # again, after a failure
         super().__init__(
@@ -76,14 +79,25 @@ class Promotions(Turns[Arrival]):
 
     def supersede(self) -> list[CheckpointId]:
         """Returns those that wait, while the root is away, and that a newer one makes needless. On rank 0."""
-        if not (self.looks_away or self._has_failed):
-            return []
         waiting = self._promoted()
+        if not (self.looks_away or self._has_failed):
+            self._tell_of_slow([each.whole for each in waiting if each.whole is not None and not each.is_begun])
+            return []
         with self._lock:
             needless = [each for each in waiting[:-1] if not (each.is_begun or each.given_up)]
             for each in needless:
                 each.given_up = True
             return [each.id for each in needless]
+
+    def _tell_of_slow(self, waiting: Sequence[WholeCheckpoint]) -> None:
+        """Warns that steps wait for a root that takes each for longer than the next one comes: tiers keep them all."""
+        if len(waiting) >= self._told_at:
+            self._told_at, files = 2 * len(waiting), [file for each in waiting for file in each.manifest.own_files]
+            _log.warning(
+                "%d steps wait for %s, which takes each for longer than the next one comes. Tiers keep them till then, "
+                "%s on all hosts together, and will be full: save to the root less often (every=) [no-space]",
+                *(len(waiting), self._root.url, nbytes_text(sum(file.nbytes for file in files))),
+            )
 
     def give_up(self, ids: Collection[CheckpointId]) -> None:
         """Gives up those that rank 0 found needless: tiers may remove them. On the other ranks."""

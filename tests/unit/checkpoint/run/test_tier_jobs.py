@@ -101,7 +101,8 @@ class Away:
             raise self.error
 
     def begin(self, step, from_tier=True):
-        whole = SimpleNamespace(manifest=None, record=b"") if from_tier else None
+        manifest = SimpleNamespace(own_files=[SimpleNamespace(nbytes=1_000_000)])
+        whole = SimpleNamespace(manifest=manifest, record=b"") if from_tier else None
         self.queue.begin(Arrival(CheckpointId(step), ALONE, whole, lambda: self.arrived.append(step)))
 
 
@@ -136,6 +137,26 @@ def test_while_the_root_is_away_its_newest_step_waits_and_makes_way_for_newer_on
     assert caplog.text.count("does not come to s3://a/run") == 3
     away.queue.looks_away = False
     assert away.queue.supersede() == []
+
+
+def test_steps_that_wait_for_a_slow_root_are_told_with_their_bytes(monkeypatch, caplog):
+    """They filled the tiers, and the first line was of a full disk."""
+    away = Away(monkeypatch, None)
+    away.is_back.set()
+    slowly = threading.Event()
+    monkeypatch.setattr(promotions, "copy_over_ranks", lambda *unused: slowly.wait(20))
+    for step in range(1, 9):
+        away.begin(step)
+        wait_until(lambda: away.queue.jobs[0].is_begun)
+        assert away.queue.supersede() == []
+    slowly.set()
+    away.queue.finish()
+    assert away.arrived == [*range(1, 9)]
+    assert [line.partition(",")[0] for line in caplog.messages] == [
+        "3 steps wait for s3://a/run",
+        "6 steps wait for s3://a/run",
+    ]
+    assert "Tiers keep them till then, 3 MB on all hosts together" in caplog.text
 
 
 def test_a_root_that_never_answers_is_an_error_once_somebody_waits_for_it(monkeypatch):
