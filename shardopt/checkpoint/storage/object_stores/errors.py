@@ -38,6 +38,7 @@ _KIND, _CERTIFICATE = re.compile(r"\bkind: (\w+)"), re.compile(r"\bInvalidCertif
 _DETAIL = re.compile(r'"([^"\n]*error|[^"\n]* [^"\n]*)"')
 _TRANSIENT_STATUS = {408, 409, 425, 429}  # below 500
 _EXPIRED = {"ExpiredToken", "TokenRefreshRequired"}
+_UNKNOWN = {"InvalidAccessKeyId", "InvalidToken"}
 _TRANSIENT_CODES = {"RequestTimeout", "RequestTimeTooSkewed"}
 _ARCHIVED = "restore the object from its archive class, then try again"
 _REMEDIES = {
@@ -56,6 +57,10 @@ _users: set[int] = set()  # the process that has used obstore
 
 class ExpiredKeysError(ConnectionError):
     """The store says that the keys of a request have expired."""
+
+
+class UnknownKeysError(PermissionError):
+    """The store does not know the keys of a request, or not any more."""
 
 
 class StateOfObjectError(PermissionError):
@@ -137,6 +142,8 @@ def _os_error(error: Exception, creates: bool) -> OSError:
         return FileNotFoundError(errno.ENOENT, said)
     if isinstance(error, AlreadyExistsError) and creates:
         return FileExistsError(errno.EEXIST, said)
+    if code in _UNKNOWN:
+        return UnknownKeysError(errno.EACCES, said)
     if status in (401, 403) and code not in _TRANSIENT_CODES:
         return PermissionError(errno.EACCES, said)
     if status in (501, 507):

@@ -17,6 +17,7 @@ from shardopt.world import utc, world
 
 _KEYS_SECONDS = 8 * 60.0  # after which keys that botocore renews are asked for again
 _FILES_SECONDS = 60.0  # after which those in the environment and in files are
+_BY_PROCESS = "custom-process"  # botocore's name of `credential_process`
 _MARGIN_SECONDS = 30.0  # before the end of keys, in which no request begins with them
 
 
@@ -185,8 +186,10 @@ class _FoundKeys:
                 self._credentials = _botocore_session(self._profile).get_credentials() or self._credentials
         self._is_read = False
         keys, now = self._credentials.get_frozen_credentials(), world().wall_clock()
+        names = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
+        if end_within is None and self._credentials.method == _BY_PROCESS:  # which may be slow, and has told no end
+            return {**names, "expires_at": None}
         lives = _FILES_SECONDS if end_within is None else _KEYS_SECONDS
         while end_within is not None and lives > 1 and end_within(lives + _MARGIN_SECONDS):
             lives /= 2
-        names = {"access_key_id": keys.access_key, "secret_access_key": keys.secret_key, "token": keys.token}
         return {**names, "expires_at": utc(now + lives)}

@@ -19,7 +19,12 @@ from typing import Any, Literal, TypeVar
 import obstore
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.object_stores.errors import ExhaustedError, ExpiredKeysError, translated
+from shardopt.checkpoint.storage.object_stores.errors import (
+    ExhaustedError,
+    ExpiredKeysError,
+    UnknownKeysError,
+    translated,
+)
 from shardopt.errors import CheckpointError, Problem
 
 T = TypeVar("T")
@@ -66,12 +71,15 @@ class ObjectStore:
         return self._store({"max_retries": 0}, self._policy.request_seconds)
 
     def _request(self, request: Callable[[Any], T], creates: bool = False) -> T:
-        """Makes a single request. If the store says that the keys have expired, the next one asks for keys anew."""
+        """Makes a single request. Expired keys are asked for anew by the next one, those that are not known by this."""
         try:
             return translated(lambda: request(self._once), creates)
         except ExpiredKeysError:
             self._forget_keys()
             raise
+        except UnknownKeysError:
+            self._forget_keys()
+            return translated(lambda: request(self._once), creates)
 
     def _forget_keys(self) -> None:
         self.__dict__.pop("_once", None)
@@ -247,7 +255,7 @@ class Upload:
         """Calls obstore. After all of its attempts the file is not sent once more."""
         try:
             translated(call)
-        except ExpiredKeysError:
+        except (ExpiredKeysError, UnknownKeysError):
             self._forget_keys()
             raise
         except ExhaustedError as error:

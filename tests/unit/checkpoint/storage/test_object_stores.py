@@ -10,6 +10,8 @@ import sys
 import threading
 import urllib.parse
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
 
 import fsspec
@@ -370,6 +372,37 @@ def test_keys_are_not_used_beyond_their_end(tmp_path, lives, least, most):
     (tmp_path / "keys").write_text(json.dumps(keys))
     (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/keys\n")
     assert least < seconds_left(s3.s3_bucket("b", Options({})).config["credential_provider"]) < most
+
+
+def test_a_process_that_tells_no_end_of_its_keys_is_run_once_for_a_store(tmp_path):
+    (tmp_path / "keys").write_text(json.dumps({"Version": 1, "AccessKeyId": "k", "SecretAccessKey": "s"}))
+    command = f"echo >> {tmp_path}/runs; cat {tmp_path}/keys"
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = sh -c '{command}'\n")
+    provider = s3.s3_bucket("b", Options({})).config["credential_provider"]
+    assert provider() == {"access_key_id": "k", "secret_access_key": "s", "token": None, "expires_at": None}
+    assert (tmp_path / "runs").read_text() == "\n"
+    assert provider()["access_key_id"] == "k"  # of a store that was made anew, as the keys are not taken any more
+    assert (tmp_path / "runs").read_text() == "\n\n"
+
+
+@pytest.mark.parametrize("code", ["InvalidAccessKeyId", "InvalidToken"])
+def test_keys_that_the_store_does_not_know_are_asked_for_once_more(code):
+    made = []
+
+    def make(**unused):
+        made.append(len(made))
+        return SimpleNamespace(head=partial(head, len(made)))
+
+    def head(number, key):
+        if number < 2 or key == "refused":
+            raise PermissionDeniedError(answer(403, f"<Code>{code}</Code>"))
+        return {"size": 7}
+
+    store = ObjectStore("s3", make, may_lack_conditions=False)
+    assert store._request(lambda each: each.head("a")) == {"size": 7} and len(made) == 2
+    with pytest.raises(PermissionError):
+        store._request(lambda each: each.head("refused"))
+    assert len(made) == 3
 
 
 def test_keys_that_others_renew_are_read_again(tmp_path, monkeypatch):
