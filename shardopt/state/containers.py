@@ -17,11 +17,13 @@ _VALUES_OF: Mapping[type, Callable[[Any], Iterable[Any]]] = {
 
 
 def entries_of(value: Any) -> Iterator[Any] | None:
-    """Returns the entries of a dict, list, tuple or deque; None if this is none.
+    """Returns the entries of a dict, list, tuple or deque; None if this is none, as a proxy of one.
 
-    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does.
+    By the plain classes' own methods: a program's class may do more where it is iterated, as a loader does. Whoever
+    does not take the entries at once may meet those that another thread has added, which is an error.
     """
-    return next((iter(values(value)) for each, values in _VALUES_OF.items() if isinstance(value, each)), None)
+    kind = type(value)  # a weakref.proxy claims to be of another class, whose methods refuse it
+    return next((iter(values(value)) for each, values in _VALUES_OF.items() if issubclass(kind, each)), None)
 
 
 def attributes_of(value: Any) -> Iterator[Any] | None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
+from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -51,6 +52,7 @@ from shardopt.runtime.host_memory import HostMemory
 from shardopt.runtime.signals import SAVING, is_part_of, refuse_within
 from shardopt.runtime.staging_fence import copying_until
 from shardopt.runtime.torch_private import out_of_inference_mode
+from shardopt.state.containers import entries_of
 from shardopt.state.state import Tied
 from shardopt.state.trainer_optimizers import is_constructed
 from shardopt.world import Thread, world
@@ -256,7 +258,11 @@ class AsyncSaver:
         except BaseException as error:
             if not self._hooks:
                 with suppress(Exception):  # not even `flatten` may have worked
-                    hold_steps(_optimizers_in(app), pending, self._hooks)
+                    found = [*_objects_in(app)]
+                    optimizers = [each for each in found if isinstance(each, Optimizer) and is_constructed(each)]
+                    hold_steps(optimizers, pending, self._hooks)
+                    for module in () if optimizers else [each for each in found if isinstance(each, Module)]:
+                        pending.hold_owner(module)
             return error
 
     def _refuse_second(self, ranks: Ranks, call: Call) -> None:
@@ -351,10 +357,13 @@ def async_save(
     return _saver_of(process_group).save(url, app, options, stage=stage, in_flight=in_flight)
 
 
-def _optimizers_in(app: Any) -> list[Optimizer]:
-    """Returns the optimizers on which a failure can be reported even if the state could not be flattened."""
-    values = app.values() if isinstance(app, Mapping) else ()
-    return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
+def _objects_in(value: Any) -> Iterator[Any]:
+    """Yields what is in an app's dicts and lists: by this a failure is reported even if the app cannot be flattened."""
+    entries = value.values() if isinstance(value, Mapping) else entries_of(value)
+    if entries is None:
+        yield value
+    for each in entries or ():
+        yield from _objects_in(each)
 
 
 def _start(thread: Thread) -> None:

@@ -318,8 +318,11 @@ def _modules_within(target: object) -> Iterator[Module]:
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Returns where a tensor's memory on this rank begins; its number where it has none."""
-    return next((_place(each) for each in _locals(tensor) if address_of(each)), id(tensor))
+    """Returns where a tensor's memory on this rank begins, also without elements; its number where it has none."""
+    here = _locals(tensor)
+    own = next((_place(each) for each in here if address_of(each)), None)
+    # Of a shard without elements by its storage, which a detached one has too, and whose number is the same for life.
+    return own or next(((id(each.untyped_storage()), int(each.storage_offset())) for each in here), id(tensor))
 
 
 def _locals(tensor: Tensor) -> list[Tensor]:

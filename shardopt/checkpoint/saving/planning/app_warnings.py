@@ -14,6 +14,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,13 +28,16 @@ from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import PARAM_GROUPS, Path, join
-from shardopt.state.state import PerRank, is_stateful
+from shardopt.state.state import FlatState, PerRank, is_stateful
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
 _RESTORE_NONE = (
     *("torch.optim", "torch.amp", "torch.utils.data", "torchdata"),
     *("shardopt.optim", "shardopt.data", "shardopt.integrations.loader"),
 )
+
+_saves_rates: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
+"""Whether an optimizer saved its groups when it was saved last: its `state_dict` may communicate, so none is made."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -45,6 +49,13 @@ def _harmless() -> Iterator[None]:
         yield
     except Exception as error:
         _log.debug("the app was not looked at for what a resume would lack: %r", error)
+
+
+def note_rates(flat: FlatState) -> None:
+    """Notes which optimizers save their groups, and so their rates."""
+    for each in flat.saved_targets():
+        if isinstance(each.object, Optimizer):
+            _saves_rates[each.object] = PARAM_GROUPS in each.state
 
 
 class AppWarnings:
@@ -83,10 +94,12 @@ class AppWarnings:
             first = self._rates.setdefault(key, rates)
             if not (warns and first and rates != first and isinstance(getattr(optimizer, "params", None), Mapping)):
                 continue
+            if (saves_rates := _saves_rates.get(optimizer)) is None:  # not saved yet
+                continue
             self._rates[key] = []
             has_schedule = any("initial_lr" in group for group in optimizer.param_groups)  # torch's, or our warm-up
             may_be_set = has_schedule or any(_may_hold_others(each) for _, each in found)
-            if not may_be_set and PARAM_GROUPS not in optimizer.state_dict():
+            if not (may_be_set or saves_rates):
                 _log.warning(
                     "the rates of %s have changed, and it does not save them: a resumed run would begin with those of "
                     "the code. Call its save_param_groups(True) before the restore, unless the loop sets them anew "

@@ -21,6 +21,7 @@ from shardopt.checkpoint.format.tensor_bytes import (
 )
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
+from shardopt.checkpoint.saving.planning.app_warnings import note_rates
 from shardopt.checkpoint.saving.planning.forgotten_schedules import (
     tell_of_forgotten_companions,
     tell_of_forgotten_positions,
@@ -200,6 +201,7 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     tell_of_inner_optimizers(flat, members)
     tell_of_forgotten_companions(flat, members)
     tell_of_forgotten_positions(flat, members)
+    note_rates(flat)
     if empty := [each for each in flat.saved_targets() if not each.state]:
         tell_of_unsaved_metrics(empty, members)
 

@@ -191,9 +191,9 @@ def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
 
     A list of schedules is short, and one of data may have millions of entries.
     """
-    for value in attributes.values():
+    for value in [*attributes.values()]:  # at once, as a thread may add some
         yield value
-        yield from islice(entries_of(value) or (), _MOST_LOOKED_AT)
+        yield from [*islice(entries_of(value) or (), _MOST_LOOKED_AT)]
 
 
 def _is_state_within(value: Any, mark: str) -> bool:

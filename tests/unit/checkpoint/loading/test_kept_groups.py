@@ -1,5 +1,7 @@
 """The group dicts of torch's own optimizers outlive a load, for those who share or hold them."""
 
+import weakref
+from collections import OrderedDict, deque
 from contextlib import nullcontext
 
 import pytest
@@ -342,3 +344,13 @@ def test_an_optimizer_in_objects_has_its_dicts_again(hold):
     load(optimizer)
     assert inner.param_groups[0] is group and optimizer.param_groups[0] is group
     assert "__setstate__" not in vars(inner)
+
+
+@pytest.mark.parametrize("of", [deque, OrderedDict, type("Own", (list,), {})])
+def test_a_proxy_of_a_container_is_not_looked_into(of):
+    """It claims to be of that class, whose methods refuse it."""
+    shared = of()
+    holder = Holder(SGD([torch.ones(2, requires_grad=True)], lr=0.1))
+    holder.shared = weakref.proxy(shared)
+    load(holder)
+    assert isinstance(holder.shared, of)

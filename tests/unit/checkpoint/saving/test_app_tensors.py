@@ -181,6 +181,16 @@ def test_the_networks_of_an_object_are_stepped_beside_a_model_of_their_names(tmp
     checkpoint.save(tmp_path / "c", app)
 
 
+def test_the_network_of_an_object_may_have_parameters_without_elements(tmp_path):
+    """As a rank has of `fully_shard`; a state_dict() has others than these, too, and no address tells which."""
+    model, other, third = (nn.ParameterDict({"w": nn.Parameter(torch.ones(0, 3))}) for _ in range(3))
+    holder = Net(net=other)
+    holder.state_dict = lambda: other.state_dict()
+    checkpoint.save(tmp_path / "c", {"model": model, "net": holder, "of net": keyed(other)})
+    with pytest.raises(StateError, match="found 1 parameters"):
+        checkpoint.save(tmp_path / "d", {"model": model, "net": holder, "of third": keyed(third)})
+
+
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
     model = make_model()
     optimizer = keyed(model)

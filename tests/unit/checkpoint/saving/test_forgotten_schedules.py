@@ -1,6 +1,7 @@
 """A schedule that is not saved is told of at the first save; one that is saved in any way, or none at all, is not."""
 
 import logging
+from collections import deque
 
 import pytest
 import torch
@@ -201,3 +202,39 @@ def test_state_of_an_optimizer_in_another_that_is_not_saved_is_told_once(tmp_pat
         checkpoint.save(tmp_path / f"{number}", app)
     told = [each for each in caplog.messages if "optimizer.base has state" in each]
     assert len(told) == (how == "lost")
+
+
+class Filled:
+    """A queue that another thread fills while a save looks at it; that thread is played by what looks at an entry."""
+
+    def __init__(self, kind):
+        filled = self
+
+        class Entry:
+            @property
+            def __class__(self):
+                filled.put(object())
+                return Entry
+
+        self.entries = deque([Entry()]) if kind == "deque" else {0: Entry()}
+
+    def put(self, entry):
+        if isinstance(self.entries, deque):
+            self.entries.append(entry)
+        else:
+            self.entries[len(self.entries)] = entry
+        setattr(self, f"at{len(self.entries)}", None)
+
+    def state_dict(self):
+        return {"n": 1}
+
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize("kind", ["deque", "dict"])
+def test_a_queue_that_a_thread_fills_fails_no_save(tmp_path, kind):
+    model, filled = torch.nn.Linear(2, 2), Filled(kind)
+    optimizer = keyed(model)
+    LambdaLR(optimizer, float)
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer, "queue": filled}, durable=False)
+    assert len(filled.entries) > 1

@@ -183,6 +183,18 @@ def test_an_optimizer_that_saves_its_rates_is_not_told_of(tmp_path, caplog):
     assert not [each for each in caplog.messages if "rates of" in each]
 
 
+def test_rates_are_compared_without_a_state_of_rank_0_alone(tmp_path):
+    """Hooks may communicate, as those that gather: the other ranks make no state then."""
+    model, made = Net(), []
+    optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=0.1)
+    optimizer.register_state_dict_pre_hook(made.append)
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in range(1, 4):
+            optimizer.param_groups[0]["lr"] *= 0.5
+            manager.save(step, {"model": model, "optimizer": optimizer})
+    assert len(made) == 3
+
+
 def test_managed_collision_tables_are_told_of_once(tmp_path, caplog):
     kind = type("MCHManagedCollisionModule", (nn.Module,), {"__module__": "torchrec.modules.mc_modules"})
     app = {"model": nn.Sequential(nn.Linear(2, 1), kind()), "step": 0}

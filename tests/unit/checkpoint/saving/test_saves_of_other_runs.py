@@ -11,7 +11,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.saving.writing import pending
-from shardopt.errors import CheckpointError, CheckpointNotFoundError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, StateError
 from shardopt.runtime import signals
 
 OPTIONS = checkpoint.SaveOptions(durable=False)
@@ -81,6 +81,21 @@ def test_a_failure_of_a_model_alone_is_raised_in_its_run_once(tmp_path):
     checkpoint.save(tmp_path / "other", others, durable=False)
     with pytest.raises(CheckpointError, match="broken"):
         checkpoint.save(tmp_path / "next", {"model": model, "x": torch.ones(2)}, durable=False)
+    manager.close()
+    assert not pending._tracked
+
+
+@pytest.mark.parametrize("kind", ["model", "nested", "list"])
+def test_a_failure_to_describe_what_is_saved_is_left_to_its_run(tmp_path, kind):
+    """Of such a save nothing was held but optimizers directly in the app."""
+    ours, others = app_of(), app_of()
+    model, optimizer = ours["model"], ours["optimizer"]
+    app = {"model": {"model": model}, "nested": {"all": ours}, "list": {"all": [optimizer, {"model": model}]}}[kind]
+    manager = checkpoint.Manager(tmp_path / "unstored", stage="now", options=OPTIONS)
+    assert manager.save(1, {**app, "x": object()}).done.wait(30)
+    checkpoint.save(tmp_path / "other", others, durable=False)
+    with pytest.raises(StateError, match="cannot be stored"):
+        checkpoint.save(tmp_path / "next", ours, durable=False)
     manager.close()
     assert not pending._tracked
 
