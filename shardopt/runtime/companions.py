@@ -41,6 +41,11 @@ def step_along(
     return end
 
 
-def companions_of(optimizer: Optimizer) -> dict[Any, str]:
+def are_noted() -> bool:
+    """Whether anything goes along with any optimizer."""
+    return bool(_of)
+
+
+def companions_of(optimizer: Any) -> dict[Any, str]:
     """Returns what goes along with an optimizer, with a name in the state of each."""
     return dict(_of.get(optimizer, {}))

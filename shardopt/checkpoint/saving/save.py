@@ -24,7 +24,8 @@ from shardopt.checkpoint.saving.agree_plan import Comparison, PlanCache, Plannin
 from shardopt.checkpoint.saving.commit import SaveTarget, make_manifest
 from shardopt.checkpoint.saving.hosts_target import HostsTarget
 from shardopt.checkpoint.saving.options import SaveTerms
-from shardopt.checkpoint.saving.planning.describe import Description, describe, tell_of_what_is_lost
+from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.forgotten import tell_of_what_is_lost
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
 from shardopt.checkpoint.saving.refer import Unchanged

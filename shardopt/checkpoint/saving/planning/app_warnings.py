@@ -28,7 +28,7 @@ from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import PARAM_GROUPS, Path, join
-from shardopt.state.state import FlatState, PerRank, is_stateful
+from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
 _RESTORE_NONE = (
@@ -38,6 +38,9 @@ _RESTORE_NONE = (
 
 _saves_rates: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 """Whether an optimizer saved its groups when it was saved last: its `state_dict` may communicate, so none is made."""
+
+Found = list[tuple[Path, Any]]
+"""What is in an app, by path: `objects_in`."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -51,26 +54,22 @@ def _harmless() -> Iterator[None]:
         _log.debug("the app was not looked at for what a resume would lack: %r", error)
 
 
-def note_rates(flat: FlatState) -> None:
+def note_rates(optimizers: Iterable[RestoreTarget]) -> None:
     """Notes which optimizers save their groups, and so their rates."""
-    for each in flat.saved_targets():
-        if isinstance(each.object, Optimizer):
-            _saves_rates[each.object] = PARAM_GROUPS in each.state
+    _saves_rates.update((each.object, PARAM_GROUPS in each.state) for each in optimizers)
 
 
 class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = False
-        self._has_looked = False  # for what optimizers step and the app lacks
-        self._has_seen_tables = False
+        self._told_of_step = self._told_of_unheld = self._has_saved = False
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
 
     @_harmless()
     def of_saved(self, step: int, app: Any) -> None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
-        has_looked, self._has_looked = self._has_looked, True
+        is_first, self._has_saved = not self._has_saved, True
         counted = app.get("step")
         if type(counted) is int and counted != step and not self._told_of_step:
             self._told_of_step = True
@@ -79,16 +78,15 @@ class AppWarnings:
                 'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
                 *(counted, step, counted),
             )
-        if not has_looked:
-            warn_of_unheld(app)
-        if not self._has_seen_tables:
-            self._has_seen_tables = True
-            warn_of_collisions(app)
-        self._compare_rates(app, warns=True)
+        found = objects_in({**app})
+        if is_first and not self._told_of_unheld:
+            warn_of_unheld(found)
+        if is_first:
+            warn_of_collisions(found)
+        self._compare_rates(found, warns=True)
 
-    def _compare_rates(self, app: Mapping[str, Any], warns: bool) -> None:
+    def _compare_rates(self, found: Found, warns: bool) -> None:
         """Notes the rates of optimizers by names, and warns once of those that have changed and are not saved."""
-        found = list(_objects({**app}))
         for key, optimizer in _optimizers(found).items():
             rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)]
             first = self._rates.setdefault(key, rates)
@@ -123,19 +121,19 @@ class AppWarnings:
                 'Name it as before, or set app["step"] to what restore returns: %d [run-root]',
                 *(counted, step, step),
             )
-        self._compare_rates(app, warns=False)
+        found = objects_in({**app})
+        self._compare_rates(found, warns=False)
         if step is not None:
-            warn_of_frozen(app)
-        if is_whole and not self._has_looked:
-            self._has_looked = warn_of_unheld(app)
+            warn_of_frozen(found)
+        if is_whole and not (self._has_saved or self._told_of_unheld):
+            self._told_of_unheld = warn_of_unheld(found)
 
 
-def warn_of_unheld(app: Mapping[str, Any]) -> bool:
+def warn_of_unheld(found: Found) -> bool:
     """Logs a warning for each optimizer that trains tensors that nothing else in the app has; returns whether any does.
 
     An app with an object that may hold any, as one of the program's own, is not told of. Local.
     """
-    found = list(_objects({**app}))
     optimizers = _optimizers(found)
     if not optimizers or any(map(_may_hold_others, (each for _, each in found))):
         return False
@@ -160,9 +158,9 @@ def warn_of_unheld(app: Mapping[str, Any]) -> bool:
     return told
 
 
-def warn_of_collisions(app: Mapping[str, Any]) -> None:
+def warn_of_collisions(found: Found) -> None:
     """Logs a warning of torchrec's managed-collision modules, whose state_dict lacks some of what they count. Local."""
-    models = [(join(path), each) for path, each in _objects({**app}) if isinstance(each, Module)]
+    models = [(join(path), each) for path, each in found if isinstance(each, Module)]
     for key in [key for key, model in models if any(map(_manages_collisions, model.modules()))]:
         _log.warning(
             "%s has managed-collision tables of torchrec's, whose state_dict() leaves out the ids that they have seen "
@@ -176,9 +174,9 @@ def _manages_collisions(module: Module) -> bool:
     return ("MCHManagedCollisionModule", "torchrec") in names
 
 
-def warn_of_frozen(app: Mapping[str, Any]) -> None:
+def warn_of_frozen(found: Found) -> None:
     """Logs a warning for each optimizer with state, of steps that were made, of parameters that are frozen. Local."""
-    for key, optimizer in _optimizers(_objects({**app})).items():
+    for key, optimizer in _optimizers(found).items():
         frozen = [
             name
             for each in children_of(optimizer)
@@ -200,19 +198,18 @@ def _has_stepped(state: Mapping[str, Any] | None) -> bool:
     return bool(state) if step is None else step > 0
 
 
-def _objects(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields what is in an app's dicts, lists and tuples, by path; runs no code of its mappings."""
+def objects_in(value: Any, path: Path = ()) -> Found:
+    """Returns what is in an app's dicts, lists and tuples, by path; runs no code of its mappings."""
     if isinstance(value, PerRank):
-        yield from _objects(value.value, path)
-    elif isinstance(value, dict | list | tuple) and not is_stateful(value):
-        # Of copies, as another thread may fill them.
-        for part, child in list(dict.items(value)) if isinstance(value, dict) else enumerate(list(value)):
-            yield from _objects(child, (*path, part))
-    else:
-        yield path, value
+        return objects_in(value.value, path)
+    if not isinstance(value, dict | list | tuple) or is_stateful(value):
+        return [(path, value)]
+    # Of copies, as another thread may fill them.
+    parts = list(dict.items(value)) if isinstance(value, dict) else enumerate(list(value))
+    return [each for part, child in parts for each in objects_in(child, (*path, part))]
 
 
-def _optimizers(found: Iterable[tuple[Path, Any]]) -> dict[str, Optimizer]:
+def _optimizers(found: Found) -> dict[str, Optimizer]:
     return {join(path): each for path, each in found if isinstance(each, Optimizer)}
 
 

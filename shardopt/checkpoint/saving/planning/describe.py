@@ -21,17 +21,8 @@ from shardopt.checkpoint.format.tensor_bytes import (
 )
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
-from shardopt.checkpoint.saving.planning.app_warnings import note_rates
-from shardopt.checkpoint.saving.planning.forgotten_schedules import (
-    tell_of_forgotten_companions,
-    tell_of_forgotten_positions,
-    tell_of_forgotten_schedules,
-    tell_of_inner_optimizers,
-    tell_of_states_without_group,
-)
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
-from shardopt.checkpoint.saving.planning.unsaved_metrics import tell_of_unsaved_metrics
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
@@ -192,18 +183,6 @@ def describe(
         declared=flat.tied,
         buffers=frozenset() if is_alone else buffers_in(flat, views),
     )
-
-
-def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs warnings of what a resume would miss, or could not load; once for each object that is saved."""
-    tell_of_forgotten_schedules(flat, members)
-    tell_of_states_without_group(flat, members)
-    tell_of_inner_optimizers(flat, members)
-    tell_of_forgotten_companions(flat, members)
-    tell_of_forgotten_positions(flat, members)
-    note_rates(flat)
-    if empty := [each for each in flat.saved_targets() if not each.state]:
-        tell_of_unsaved_metrics(empty, members)
 
 
 def _refuse_without_memory(key: str, view: View) -> None:

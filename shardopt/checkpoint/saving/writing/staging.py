@@ -22,7 +22,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
-from shardopt.checkpoint.saving.planning.describe import Description, describe, tell_of_what_is_lost
+from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.forgotten import tell_of_what_is_lost
 from shardopt.checkpoint.saving.planning.replica_check import (
     SAMPLED_BYTES,
     CheckReplicas,
@@ -232,9 +233,8 @@ class Staging:
         boxes: defaultdict[str, list[tuple[Box, Tensor, int]]] = defaultdict(list)
         if writes is None:
             for key, view in self._held.items():
-                boxes[key] = [
-                    (*piece, version) for piece, version in zip(view.pieces, self._versions[key], strict=True)
-                ]
+                pairs = zip(view.pieces, self._versions[key], strict=True)
+                boxes[key] = [(*piece, version) for piece, version in pairs]
         else:
             self._places = {}
             for request in (each for slot in writes.slots.values() for each in slot if each.key in self._held):

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning.forgotten_schedules import tell_of_forgotten_schedules
+from shardopt.checkpoint.saving.planning.forgotten import tell_of_what_is_lost
 from shardopt.optim import WarmupOptimizer, WarmupPolicy, WarmupStage
 from shardopt.state.flatten import flatten
 
@@ -80,7 +80,7 @@ def test_the_first_of_the_ranks_that_save_tells(monkeypatch, caplog, members, is
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     CosineAnnealingLR(optimizer, 10)
-    tell_of_forgotten_schedules(flatten({"optimizer": optimizer}), members)
+    tell_of_what_is_lost(flatten({"optimizer": optimizer}), members)
     assert bool(caplog.records) is is_told
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning.app_warnings import warn_of_frozen
+from shardopt.checkpoint.saving.planning.app_warnings import objects_in, warn_of_frozen
 from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim import CombinedOptimizer, KeyedOptimizer
@@ -128,7 +128,7 @@ def test_a_restore_tells_of_frozen_parameters_and_not_of_tables(caplog):
     fused = Fused(model)
     fused.step()
     with caplog.at_level(logging.WARNING, logger="shardopt"):
-        warn_of_frozen({"model": model, "tables": fused})
+        warn_of_frozen(objects_in({"model": model, "tables": fused}))
     assert not caplog.records
 
 

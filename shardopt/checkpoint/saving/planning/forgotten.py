@@ -1,5 +1,8 @@
 """Tells of what would begin anew in a resumed run: a schedule of torch's, torchrec's warm-up, an inner optimizer.
 
+And what goes along with optimizers (averages, scalers, plateau schedules), the position in the data, and metrics of
+torchmetrics' that save nothing, as none of their states is persistent by default.
+
 An optimizer does not know torch's schedules, only that there are some; so the state that is saved is searched for one.
 torchrec's warm-up keeps its position as the state of a parameter that no group has. Where it is saved
 (`trainer_optimizers.py` refuses it elsewhere), a new optimizer has no place for it before its first step.
@@ -8,53 +11,75 @@ torchrec's warm-up keeps its position as the state of a parameter that no group 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Module, ModuleDict, ModuleList
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of
+from shardopt.checkpoint.saving.planning.app_warnings import note_rates
 from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
-from shardopt.runtime.companions import companions_of
+from shardopt.runtime.companions import are_noted, companions_of
 from shardopt.runtime.torch_private import is_scheduled
 from shardopt.state.containers import entries_of
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import STATE, Path, is_below, join
-from shardopt.state.state import FlatState, PartialStateful, PerRank
+from shardopt.state.state import FlatState, PartialStateful, PerRank, RestoreTarget
 from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_told: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of those that save state in no group
+_seen: WeakSet[Optimizer] = WeakSet()
+_told: WeakSet[Optimizer] = WeakSet()  # of those that save state in no group
 
 _MOST_LOOKED_AT = 64
-_told_of: weakref.WeakSet[Any] = weakref.WeakSet()  # what goes along with optimizers, and samplers
+_told_of: WeakSet[Any] = WeakSet()  # what goes along with optimizers, and samplers
+_seen_metrics: WeakValueDictionary[int, Module] = WeakValueDictionary()  # by ids, as metrics define what equals them
 
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning if optimizers have a schedule, and none is saved; once for each optimizer.
+def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs warnings of what a resume would miss, or could not load; once for each object that is saved.
 
     Args:
         members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
     """
+    saved = flat.saved_targets()
+    optimizers = [each for each in saved if isinstance(each.object, Optimizer)]
+    _tell_of_forgotten_schedules(optimizers, flat, members)
+    if others := [each for each in optimizers if not isinstance(each.object, PartialStateful)]:
+        _tell_of_states_without_group(others, flat, members)
+        _tell_of_inner_optimizers(others, flat, members)
+        note_rates(others)
+    if are_noted():
+        _tell_of_forgotten_companions(optimizers, flat, members)
+    if optimizers and (samplers := [each for each in samplers_in_loops() if each not in _told_of]):
+        _tell_of_forgotten_positions(samplers, flat, members)
+    if empty := [each for each in saved if not each.state]:
+        _tell_of_unsaved_metrics(empty, members)
+
+
+def _tell_of_forgotten_schedules(
+    optimizers: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
+) -> None:
+    """Logs a warning if optimizers have a schedule, and none is saved; once for each optimizer."""
     scheduled = {
         join(each.path): each.object
-        for each in flat.saved_targets()
+        for each in optimizers
         if isinstance(each.object, Optimizer) and each.object not in _seen and is_scheduled(each.object)
     }
     if not scheduled:
         return
     _seen.update(scheduled.values())
-    if not is_first(members) or _has_schedule(flat):
+    if not _is_first(members) or _has_schedule(flat):
         return
     _log.warning(
         "a schedule sets the rates of %s, and none is in the app: a resumed run would begin it anew. Add it "
@@ -64,14 +89,15 @@ def tell_of_forgotten_schedules(flat: FlatState, members: Sequence[int] | None) 
     )
 
 
-def tell_of_forgotten_companions(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks; as above."""
-    optimizers = [(each.path, each.object) for each in flat.saved_targets() if isinstance(each.object, Optimizer)]
+def _tell_of_forgotten_companions(
+    optimizers: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
+) -> None:
+    """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks."""
     there = {id(each.object) for each in flat.targets}
     lacking = [
-        (path, companion, mark)
-        for path, outer in optimizers
-        for optimizer in (outer, *children_of(outer))
+        (each.path, companion, mark)
+        for each in optimizers
+        for optimizer in (each.object, *children_of(each.object))
         for companion, mark in companions_of(optimizer).items()
         if id(companion) not in there and companion not in _told_of
     ]
@@ -81,7 +107,7 @@ def tell_of_forgotten_companions(flat: FlatState, members: Sequence[int] | None)
             continue
         _told_of.add(companion)
         others = [target.path for target in flat.targets if isinstance(companion, type(target.object))]
-        if is_first(members) and not _has_state(flat, mark, others):
+        if _is_first(members) and not _has_state(flat, mark, others):
             _log.warning(
                 "%s goes along with %s, and is not in the app: a resumed run would begin it anew. Add it under a key "
                 "of its own [optimizer-state]",
@@ -89,16 +115,13 @@ def tell_of_forgotten_companions(flat: FlatState, members: Sequence[int] | None)
             )
 
 
-def tell_of_forgotten_positions(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, if this is a save within a loop over a sampler, and the app has none; as above."""
-    samplers = [each for each in samplers_in_loops() if each not in _told_of]
-    if not samplers or not any(isinstance(each.object, Optimizer) for each in flat.saved_targets()):
-        return
+def _tell_of_forgotten_positions(samplers: Sequence[Any], flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, of samplers in whose loops this save is, if the app has none."""
     objects = [*(each.object for each in flat.targets), *_attributes_in(flat)]
     if any(isinstance(each, ResumableSampler) for each in objects):
         return
     _told_of.update(samplers)
-    if is_first(members) and not _has_state(flat, "position"):
+    if _is_first(members) and not _has_state(flat, "position"):
         _log.warning(
             "this is a save within a loop over the batches of a sampler, and the app has no position in the data: a "
             'resumed run would see the first samples again. Add the sampler, or its loader ({"data": sampler}) '
@@ -106,24 +129,25 @@ def tell_of_forgotten_positions(flat: FlatState, members: Sequence[int] | None) 
         )
 
 
-def is_first(members: Sequence[int] | None) -> bool:
-    """Whether this is the first of the ranks that save; `members` as above."""
+def _is_first(members: Sequence[int] | None) -> bool:
+    """Whether this is the first of the ranks that save; `members` as for `tell_of_what_is_lost`."""
     return not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])
 
 
-def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each optimizer that saves state of a parameter in no group; `members` as above."""
-    for each in flat.saved_targets():
-        optimizer = each.object
-        is_ours = isinstance(optimizer, PartialStateful)
-        if is_ours or not isinstance(optimizer, Optimizer) or optimizer in _told or each.held_names is None:
+def _tell_of_states_without_group(
+    others: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
+) -> None:
+    """Logs a warning, once for each optimizer that saves state of a parameter in no group."""
+    for each in others:
+        optimizer: Any = each.object
+        if optimizer in _told or each.held_names is None:
             continue
         roots = [(*each.path, STATE, name) for name in _with_state_in_no_group(optimizer)]
         saved = [join(root) for root in roots if any(is_below(leaf.path, root) for leaf in flat.leaves.values())]
         if not saved:
             continue
         _told.add(optimizer)
-        if is_first(members):
+        if _is_first(members):
             _log.warning(
                 "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
                 "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",
@@ -132,23 +156,54 @@ def tell_of_states_without_group(flat: FlatState, members: Sequence[int] | None)
             )
 
 
-def tell_of_inner_optimizers(flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, of an optimizer in another (of SAM) that does not save its state; as above."""
-    for each in flat.saved_targets():
+def _tell_of_inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, of an optimizer in another (of SAM) that does not save its state."""
+    for each in others:
         outer = each.object
-        is_keyed = isinstance(outer, PartialStateful) or isinstance(getattr(outer, "params", None), Mapping)
-        if is_keyed or not isinstance(outer, Optimizer):
+        if isinstance(getattr(outer, "params", None), Mapping):
             continue
         for name, inner in vars(outer).items():
             if not isinstance(inner, Optimizer) or inner in _told or not (tensors := _tensors_of(inner)):
                 continue
             _told.add(inner)
-            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()) and is_first(members):
+            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()) and _is_first(members):
                 _log.warning(
                     "%s.%s has state, which that optimizer does not save: a resume would begin it anew. Add it to the "
                     'app under a key of its own ({"inner": optimizer.%s}) [optimizer-state]',
                     *(join(each.path), name, name),
                 )
+
+
+def _tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[int] | None) -> None:
+    """Logs a warning, once for each, if objects without anything in their state are metrics.
+
+    Metrics within a module of the program's own may be meant to begin anew; those that somebody has put into the app
+    are not, also in torch's containers of modules.
+    """
+    new = {
+        join(each.path): each.object
+        for each in empty
+        if isinstance(each.object, Module) and id(each.object) not in _seen_metrics and _is_or_lists_metric(each.object)
+    }
+    _seen_metrics.update((id(module), module) for module in new.values())
+    if new and _is_first(members):
+        _log.warning(
+            "nothing of %s is saved, as no state of the metric is persistent: a resumed run would begin it anew. Call "
+            "its persistent(True) before saves and loads, or leave it out of the app [cannot-store]",
+            ", ".join(new),
+        )
+
+
+def _is_or_lists_metric(module: Module) -> bool:
+    """Whether it is a metric with states, which torchmetrics' have by name, or around one; or a container of such."""
+    if isinstance(module, ModuleDict | ModuleList):
+        return any(map(_is_or_lists_metric, module.children()))
+    if not callable(getattr(module, "persistent", None)):
+        return False
+    # Not of a collection of torchmetrics' (a ModuleDict): asked for its own, it would copy states among its members.
+    parts = (each for each in module.modules() if not isinstance(each, ModuleDict))
+    states = (getattr(each, "metric_state", None) for each in parts)
+    return any(isinstance(each, Mapping) and len(each) > 0 for each in states)
 
 
 def _tensors_of(optimizer: Optimizer) -> set[int]:
