@@ -13,7 +13,7 @@ from shardopt.checkpoint.estimating.rehearse import CompareReport as CompareRepo
 from shardopt.checkpoint.estimating.rehearse import compare as compare
 from shardopt.checkpoint.estimating.report import Estimate as Estimate
 from shardopt.checkpoint.loading.load import load as load
-from shardopt.checkpoint.loading.strictness import Strictness as Strictness
+from shardopt.checkpoint.loading.options import Strictness as Strictness
 from shardopt.checkpoint.progress import progress_bar as progress_bar
 from shardopt.checkpoint.reports import LoadReport as LoadReport
 from shardopt.checkpoint.reports import SaveReport as SaveReport

@@ -19,7 +19,7 @@ from shardopt.checkpoint.estimating.sample import sizes_of
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.loading.compare import compare
 from shardopt.checkpoint.loading.names import names_as_stored
-from shardopt.checkpoint.loading.strictness import STRICT
+from shardopt.checkpoint.loading.options import STRICT
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.saving.options import DEFAULT_OPTIONS, SaveOptions
 from shardopt.checkpoint.sources.own import OwnSource

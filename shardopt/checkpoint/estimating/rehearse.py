@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardopt.checkpoint.loading.hand_back import writer_told
-from shardopt.checkpoint.loading.load import LoadOptions, Look, plan_ranks, prepare, refuse_differences
+from shardopt.checkpoint.loading.load import Look, plan_ranks, prepare, refuse_differences
+from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, strictness_of
 from shardopt.checkpoint.loading.rank_plan import RankPlan
-from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl
 from shardopt.checkpoint.saving.planning.tied import tied_in

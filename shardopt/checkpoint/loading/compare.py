@@ -17,8 +17,8 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES, has_no_memory, torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
+from shardopt.checkpoint.loading.options import Choice, Strictness, with_options_of_both
 from shardopt.checkpoint.loading.schedules import schedule_problems
-from shardopt.checkpoint.loading.strictness import Choice, Strictness, with_options_of_both
 from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
 from shardopt.checkpoint.loading.torchs.resized_buffers import resized_buffer
@@ -134,7 +134,7 @@ def compare(
             kind = _kind_of_leaf(flat.leaves[key], views.get(key))
             problem = Problem(key, NOT_STORED, kind, (LENGTH_DIFFERS if key in longer else "") + _MISSING)
             match.note(problem, strictness.choice_for_missing(key))
-    problems += _unequal_ties(names)
+    problems += _unequal_ties(names) if names.aliases else ()
     problems += _not_to_be_filled(match, needs_memory)
     match.unexpected = [
         key for key in stored if key not in flat.leaves and key not in names.aliases and not is_reported(stored[key])

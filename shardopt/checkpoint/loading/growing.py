@@ -22,7 +22,7 @@ import torch
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
-from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.checkpoint.loading.options import Strictness
 from shardopt.errors import Problem
 from shardopt.state.paths import Path, is_below, join, keys_below, lists_differ, lists_with_gaps, nest
 from shardopt.state.state import FlatState, Leaf

@@ -26,7 +26,6 @@ from torch.optim import LBFGS, Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
 from shardopt.checkpoint.loading.object_state import lacks_state_alone
-from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.torchs.made_state import (
     TorchsState,
     of_other_algorithms,
@@ -316,10 +315,8 @@ def _live_names(target: RestoreTarget, flat: FlatState, keys: Iterable[str], cho
                 yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
 
 
-def without_incomplete_state(names: Names, flat: FlatState, strictness: Strictness) -> Names:
-    """Returns a checkpoint without the state of parameters for which it lacks too much, if that would pass."""
-    if strictness.missing == "raise":
-        return names  # then it is refused
+def without_incomplete_state(names: Names, flat: FlatState) -> Names:
+    """Returns a checkpoint without the state of parameters for which it lacks too much, where that passes."""
     targets = [each for each in flat.targets if isinstance(each.object, Optimizer) and each.groups is not None]
     below = keys_below(stored_paths(names.manifest), [each.path for each in targets])
     incomplete: dict[str, str] = {}
@@ -346,15 +343,13 @@ def without_incomplete_state(names: Names, flat: FlatState, strictness: Strictne
 
 def warn_of_incomplete(incomplete: Mapping[str, str]) -> None:
     """Logs whose stored state a load has left out; `incomplete` as in `Names`."""
-    lines = [*dict.fromkeys(incomplete.values())]
-    if lines:
-        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        _log.warning(
-            "stored state that does not fit was left out, and that of its parameters stays as it is: it lacks entries "
-            "that the algorithm here needs with the others [optimizer-state]:\n  %s%s",
-            lines[0],
-            more,
-        )
+    first, *others = dict.fromkeys(incomplete.values())
+    _log.warning(
+        "stored state that does not fit was left out, and that of its parameters stays as it is: it lacks entries that "
+        "the algorithm here needs with the others [optimizer-state]:\n  %s%s",
+        first,
+        f" and {len(others)} more" if others else "",
+    )
 
 
 def _incomplete_of_torchs(

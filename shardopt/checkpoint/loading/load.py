@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -28,13 +27,13 @@ from shardopt.checkpoint.loading.hand_back import (
 from shardopt.checkpoint.loading.init_state import init_unstepped, warn_of_incomplete, without_incomplete_state
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.loading.positional_params import warn_of_order
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
 from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, passed_by_told, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
-from shardopt.checkpoint.loading.strictness import STRICT, Strictness, log_passed_over, strictness_of
-from shardopt.checkpoint.loading.torchs_own import warn_of_other_classes, warn_of_other_options
+from shardopt.checkpoint.loading.torchs_own import warn_of_other_options
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.row_state import log_merged
@@ -61,28 +60,10 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 Look = Callable[[], tuple[CheckpointReader, FlatState, Names]]
-"""Returns the open checkpoint, the app, and the checkpoint under the app's names; called in a round, as it may fail."""
+"""Returns the open checkpoint, the app, and the checkpoint under the app's names.
 
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The options of one load: those of `load`, with `strict` as a `Strictness`."""
-
-    strictness: Strictness = STRICT
-    select: str | None = None
-    rename: Mapping[str, str] | None = None
-    rearrange: Sequence[AnyRule] = ()
-    skip: str | None = None
-    transactional: bool = False
-    share_reads: ShareReads = "auto"
-    init_state: bool = False
-    progress: Progress | None = None
-    deadline_seconds: float = DEADLINE_SECONDS
-    process_group: Group | None = None
-    tied: Tied | None = None
-    base_root: str | None = None
-    storage_options: Mapping[str, Any] | None = None
-    reads: bool = True  # else it is only compared (`estimating/rehearse.py`)
+To be called in a round, as it may fail; it looks once.
+"""
 
 
 def load(
@@ -218,7 +199,9 @@ def prepare(
             reader, flat = opened(), flatten(app, options.tied)
             names = names_as_stored(reader, flat) if may_be_as_stored else None
             names = names or names_in_app(reader, flat, select, rename, skip)
-            return reader, flat, without_incomplete_state(names, flat, options.strictness)
+            if options.strictness.missing != "raise":  # else what is incomplete is refused
+                names = without_incomplete_state(names, flat)
+            return reader, flat, names
 
         if options.init_state:
             takes_back, extends = isinstance(options.rename, LeftInScript), options.strictness.unexpected != "ignore"
@@ -249,10 +232,11 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
     if ranks.rank == 0:
         warn_of_other_options(plan.flat, match.values)
-        warn_of_other_classes(plan.flat, match.values)
-        warn_of_incomplete(names.incomplete)
+        if names.incomplete:
+            warn_of_incomplete(names.incomplete)
         warn_of_order(loaded)
-        warn_of_gone(plan.growing)
+        if plan.growing:
+            warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
     if rules is not None and ranks.rank == 0:
         announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")
@@ -298,22 +282,19 @@ def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) 
 
 def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tuple[RankPlan, dict[str, Any]]:
     """Plans this rank's load, with its differences; also returns what rank 0 has found in all plans. Collective."""
-    strictness, select, share_reads = options.strictness, options.select, options.share_reads
+
+    def plan_here(grow: Mapping[str, Any] | None = None) -> RankPlan:
+        reader, flat, names = look()
+        with writer_told(reader.manifest):
+            return plan_rank(reader, flat, names, ranks, options, grow)
 
     def report(plan: RankPlan) -> list[Any]:
-        return [what.removeprefix("loading "), *plan.report(), plan.loaded_of_objects() if ranks.size > 1 else {}]
+        return plan.report(what.removeprefix("loading "), ranks.size == 1)
 
-    def plan_here(
-        reader: CheckpointReader, flat: FlatState, names: Names, grow: Mapping[str, Any] | None = None
-    ) -> RankPlan:
-        with writer_told(reader.manifest):
-            return plan_rank(reader, flat, names, ranks, strictness, select, share_reads, grow, options.reads)
-
-    plan, found = ranks.agree(what, lambda: plan_here(*look()), report, compare_plans)
+    plan, found = ranks.agree(what, plan_here, report, compare_plans)
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
-        looked = plan.reader, plan.flat, plan.names
-        plan, found = ranks.agree(what, lambda: plan_here(*looked, grow=growing), report, compare_plans)
+        plan, found = ranks.agree(what, partial(plan_here, growing), report, compare_plans)
     return plan, found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
 from shardopt.checkpoint.loading.names import Names, owner_of
-from shardopt.checkpoint.loading.strictness import Strictness
+from shardopt.checkpoint.loading.options import Strictness
 from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.state.param_groups import (

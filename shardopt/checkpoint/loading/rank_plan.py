@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -15,14 +16,14 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.loading.compare import Match, compare
 from shardopt.checkpoint.loading.growing import Growing, growing_in, with_places
 from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.options import LoadOptions, Strictness
 from shardopt.checkpoint.loading.reconcile import compare_differences, differences_of, is_met
-from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.checkpoint.loading.tied import refuse_overlapping, refuse_unequal
 from shardopt.checkpoint.rearrange.row_state import MergedRows, other_row_state, with_remedy, with_shapes
 from shardopt.checkpoint.saving.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.sources.open import raise_for_other_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, ShareReads, fingerprint, shared_among
+from shardopt.checkpoint.sources.reading.broadcast import BroadcastReads, fingerprint, shared_among
 from shardopt.checkpoint.sources.reading.fetch import casts_to_check
 from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.errors import MismatchError, OptionError, Problem, StateError
@@ -99,13 +100,16 @@ class RankPlan:
         self.broadcast = None
         self.request({key: view.pieces for key, view in self.into.items()})
 
-    def report(self) -> list[Any]:
+    def report(self, url: str, is_alone: bool) -> list[Any]:
         """Returns what rank 0 needs of the plan, as JSON for `compare_plans`.
 
-        That takes the URL before it, and `loaded_of_objects` after it.
+        Args:
+            url: of the checkpoint, as it was given.
+            is_alone: whether there is no other rank to compare with.
         """
         match = self.match
         return [
+            url,
             self.reader.digest,
             fingerprint(self.shared) if self.shared else "",
             differences_of(match, self.names) if match.problems or match.unexpected else None,
@@ -115,6 +119,7 @@ class RankPlan:
             bool(match.tensors or match.values or match.per_rank) or is_met(self.flat, self.names),
             self.may_grow,
             [asdict(problem) for problem in self.unmatched],
+            {} if is_alone else self._loaded_of_objects(),
         ]
 
     def changing(self, what: str) -> dict[str, PartialLoad]:
@@ -128,13 +133,10 @@ class RankPlan:
             return {}
         states = tuple(f"{join(path)}." for path in optimizers)
 
-        def addresses(keys: Iterable[str]) -> set[int]:
-            values = (leaves[key].value for key in keys if not key.startswith(states))
-            return addresses_of(value for value in values if isinstance(value, Tensor))
-
         @cache  # of all optimizers: there may be one for each parameter
         def not_read() -> set[int]:
-            return addresses(leaves.keys() - match.tensors.keys()) - written
+            left = (leaves[key].value for key in leaves.keys() - match.tensors.keys() if not key.startswith(states))
+            return addresses_of(value for value in left if isinstance(value, Tensor)) - written
 
         def kept(optimizer: Optimizer) -> set[int]:
             params = addresses_of(chain.from_iterable(group[PARAMS] for group in optimizer.param_groups))
@@ -157,7 +159,7 @@ class RankPlan:
             for path, each in optimizers.items()
         }
 
-    def loaded_of_objects(self) -> dict[str, list[str]]:
+    def _loaded_of_objects(self) -> dict[str, list[str]]:
         """Returns hashes of each object's keys, and of those that are loaded; nothing where that is not settled.
 
         State of optimizers is left out: which they have may follow from what is loaded (`init_state`).
@@ -183,19 +185,15 @@ def plan_rank(
     flat: FlatState,
     names: Names,
     ranks: Ranks,
-    strictness: Strictness,
-    select: str | None,
-    share_reads: ShareReads,
+    options: LoadOptions,
     grow: Mapping[str, Any] | None = None,
-    reads: bool = True,
 ) -> RankPlan:
     """Plans what this rank loads. Refuses what does not fit, or notes it, to be reconciled with other ranks.
 
     Args:
-        select, share_reads: as for `load`.
         grow: which containers are to get what is stored (`agreed_growth`); None where that is not agreed yet.
-        reads: whether tensors are to be read. Otherwise they need no memory, and no file with tensors is opened.
     """
+    strictness, share_reads = options.strictness, options.share_reads
     growing: Sequence[Growing] = ()
     if grow is not None:
         flat, names, growing = with_places(flat, names, grow, strictness)
@@ -205,25 +203,27 @@ def plan_rank(
         views = {key: view.numbered_in(members) for key, view in views.items()}
     if flat.twins:
         refuse_untied(flat, views)
-    compare_here = partial(compare, flat, views, strictness=strictness, world_size=ranks.size, needs_memory=reads)
+    compare_here = partial(
+        compare, flat, views, strictness=strictness, world_size=ranks.size, needs_memory=options.reads
+    )
     match = compare_here(names)
     match.problems += chain.from_iterable(each.problems for each in growing)
     if match.problems:
         reader, names, match = _with_row_state(reader, views, names, strictness, match, compare_here)
     differs = match.problems or match.missing or match.unexpected
-    may_grow = growing_in(flat, names, select) if differs and grow is None else []
-    unmatched = strictness.unmatched(flat, names)
+    may_grow = growing_in(flat, names, options.select) if differs and grow is None else []
+    unmatched = strictness.unmatched(flat, names) if isinstance(strictness.missing, re.Pattern) else ()
     plan = RankPlan(reader, flat, names, match, growing=growing, may_grow=may_grow, unmatched=unmatched)
     if match.problems or may_grow:
         return plan
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
         plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
-    if reads and (names.aliases or match.overlaps()):
+    if options.reads and (names.aliases or match.overlaps()):
         into = _without_ties(reader, into, names)
     refuse_swapped(LOAD_IN_SWAP, (leaves[key].value for key in into))
     plan.into = into
-    if not reads:
+    if not options.reads:
         return plan
     if ranks.size > 1 and (share_reads == "always" or (share_reads == "auto" and reader.is_remote)):
         plan.shared = shared_among(into)

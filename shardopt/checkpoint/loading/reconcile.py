@@ -24,8 +24,8 @@ import xxhash
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Match, in_longer_lists, kind_of_stored
 from shardopt.checkpoint.loading.names import Names, stored_paths
+from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.other_names import rename_hint
-from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.positional_params import listed
-from shardopt.checkpoint.loading.strictness import Strictness
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
@@ -120,38 +120,33 @@ def _problems_of_groups(
 
 
 def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
-    """Logs which options of torch's optimizers a load has taken from the checkpoint in contradiction to the code.
+    """Logs what a load has taken from the checkpoint in contradiction to the code: options, and state of other classes.
 
-    Of an option that a schedule changes, compared is the value with which the schedule begins. Of another algorithm a
-    load has taken none.
+    Of torch's optimizers these are options; of one that a schedule changes, compared is the value with which the
+    schedule begins. Of another algorithm a load has taken none. A class counts where one of the two is the program's.
 
     Args:
         values: that were loaded, by key.
     """
-    lines, algorithms, begins = dict[str, None](), dict[str, None](), set[str]()
-    of_all = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
+    lines, algorithms, classes, begins = dict[str, None](), dict[str, None](), dict[str, None](), set[str]()
     for target in flat.targets:
-        optimizer, numbered = target.object, target.numbered
-        if numbered is None or not isinstance(optimizer, Optimizer):
-            continue
-        plateaus = [each for each in of_all if each.optimizer is optimizer]
+        where, optimizer, numbered = join(target.path), target.object, target.numbered
         for number, here, stored in _options_of_groups(target, flat, values):
+            own = here.get(ALGORITHM)
+            if isinstance(own, str) and (other := other_class(stored, own)):
+                there, own = (f"the program's {each[1:]}" if each[0] == OWN else each for each in (other, own))
+                classes[f"{where}: saved by {there}, {own} here"] = None
+            if numbered is None or not isinstance(optimizer, Optimizer):
+                continue
             if other := other_algorithm(stored, numbered.algorithm):
                 told = f"saved by {other}; {numbered.algorithm} takes the state that fits, with its own options"
-                algorithms[f"{join(target.path)}: {told}"] = None
+                algorithms[f"{where}: {told}"] = None
                 continue
-            given = _given_by_code(optimizer)
-            for option in sorted(given & here.keys() & stored.keys() - IMPLEMENTATION_OPTIONS):
-                begin = _BEGINS.get(option, "")
-                begin = begin if begin in here else ""
-                ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
-                if _is_same(ours, theirs) or (option == "lr" and _is_reduced(ours, theirs, plateaus)):
-                    continue
-                groups = optimizer.param_groups  # a class may have made fewer of them in its load
-                now = groups[number].get(option) if number < len(groups) else stored[option]
-                if _is_same(now, stored[option]) or not _is_same(now, here[option]):  # else its class has kept it
-                    lines[f"{join(target.path)}: {option}: {ours} here, {theirs} stored"] = None
-                    begins |= {begin} - {""}
+            plateaus = [each for _, each in flat.schedules() if isinstance(each, ReduceLROnPlateau)]
+            plateaus = [each for each in plateaus if each.optimizer is optimizer]
+            for option, ours, theirs, begin in _other_options(optimizer, number, here, stored, plateaus):
+                lines[f"{where}: {option}: {ours} here, {theirs} stored"] = None
+                begins |= {begin} - {""}
     if lines:
         again = f", with {' and '.join(sorted(begins))}, and then make the schedule again, which sets them"
         _log.warning(
@@ -164,6 +159,31 @@ def warn_of_other_options(flat: FlatState, values: Mapping[str, Any]) -> None:
         _log.warning(
             "loaded with strict=False from another algorithm [optimizer-state]:\n  %s", "\n  ".join(algorithms)
         )
+    if classes:
+        _log.warning(
+            "optimizers resume from another class, whose state has the same names [optimizer-state]:\n  %s",
+            "\n  ".join(classes),
+        )
+
+
+def _other_options(
+    optimizer: Optimizer,
+    number: int,
+    here: Mapping[str, Any],
+    stored: Mapping[str, Any],
+    plateaus: Sequence[ReduceLROnPlateau],
+) -> Iterator[tuple[str, Any, Any, str]]:
+    """Yields the options of a group that a load has changed: name, own, stored, and what a schedule begins with."""
+    for option in sorted(_given_by_code(optimizer) & here.keys() & stored.keys() - IMPLEMENTATION_OPTIONS):
+        begin = _BEGINS.get(option, "")
+        begin = begin if begin in here else ""
+        ours, theirs = (_as_begun(each, option, begin) for each in (here, stored))
+        if _is_same(ours, theirs) or (option == "lr" and _is_reduced(ours, theirs, plateaus)):
+            continue
+        groups = optimizer.param_groups  # a class may have made fewer of them in its load
+        now = groups[number].get(option) if number < len(groups) else stored[option]
+        if _is_same(now, stored[option]) or not _is_same(now, here[option]):  # else its class has kept it
+            yield option, ours, theirs, begin
 
 
 def _given_by_code(optimizer: Optimizer) -> set[str]:
@@ -174,26 +194,6 @@ def _given_by_code(optimizer: Optimizer) -> set[str]:
     constructors = [vars(each)["__init__"] for each in type(optimizer).__mro__[:-1] if "__init__" in vars(each)]
     arguments = {name for each in constructors for name in inspect.signature(each).parameters}
     return {name for name in optimizer.defaults if name in arguments | _COMMON_OPTIONS}
-
-
-def warn_of_other_classes(flat: FlatState, values: Mapping[str, Any]) -> None:
-    """Logs which optimizers have taken what another class saved, where one of the two is a class of the program's own.
-
-    Args:
-        values: that were loaded, by key.
-    """
-    lines = dict[str, None]()
-    for target in flat.targets:
-        for _, options, stored in _options_of_groups(target, flat, values):
-            here = options.get(ALGORITHM)
-            if isinstance(here, str) and (other := other_class(stored, here)):
-                there, own = (f"the program's {each[1:]}" if each[0] == OWN else each for each in (other, here))
-                lines[f"{join(target.path)}: saved by {there}, {own} here"] = None
-    if lines:
-        _log.warning(
-            "optimizers resume from another class, whose state has the same names [optimizer-state]:\n  %s",
-            "\n  ".join(lines),
-        )
 
 
 def _options_of_groups(

@@ -13,9 +13,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.loading.load import LoadOptions, load_with
+from shardopt.checkpoint.loading.load import load_with
+from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, strictness_of
 from shardopt.checkpoint.loading.rules_due import LeftInScript
-from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import SaveReport, announce

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ import torch
 from shardopt.checkpoint.arguments import optional_count_problem, refuse
 from shardopt.checkpoint.hosts.served import follow_at
 from shardopt.checkpoint.hosts.served_roots import FollowedRoot
-from shardopt.checkpoint.loading.load import LoadOptions, compare_with_app
+from shardopt.checkpoint.loading.load import compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, strictness_of
 from shardopt.checkpoint.loading.rank_plan import RankPlan
-from shardopt.checkpoint.loading.strictness import STRICT, Strictness, strictness_of
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
@@ -248,6 +248,7 @@ class Follower:
         known: KnownFiles = dict(self._known)
         chains: list[ChainReader] = []
 
+        @cache
         def look() -> tuple[CheckpointReader, FlatState, Names]:
             # Not by its URL: one process may follow roots of one name on hosts of two jobs.
             own = ChainReader(open_source(self._root.checkpoint(found.id)), known)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
-from shardopt.checkpoint.loading.torchs.kept_dtypes import STEP
+from shardopt.checkpoint.loading.torchs.kept import STEP
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch, steps_as_torch
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm

@@ -1,4 +1,4 @@
-"""Strictness: which differences between a checkpoint and an app a load refuses, and which it ignores."""
+"""The options of a load; of these its strictness: which differences it refuses, and which it ignores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from itertools import islice
 from typing import Any, Literal
 
 from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.rearrange.rules import AnyRule
+from shardopt.checkpoint.sources.reading.broadcast import ShareReads
 from shardopt.errors import Problem
+from shardopt.ranks import DEADLINE_SECONDS, Group
 from shardopt.state.param_groups import (
     ALGORITHM,
     GIVEN,
@@ -20,7 +24,7 @@ from shardopt.state.param_groups import (
     other_algorithm,
 )
 from shardopt.state.paths import PARAM_GROUPS, Path
-from shardopt.state.state import FlatState
+from shardopt.state.state import FlatState, Tied
 
 _MOST_KEYS = 5
 _KEPT = frozenset({ALGORITHM, GIVEN, UNTOUCHED, *STORAGE_OPTIONS, *IMPLEMENTATION_OPTIONS})
@@ -77,9 +81,8 @@ class Strictness:
         return self.missing
 
     def unmatched(self, flat: FlatState, names: Names) -> list[Problem]:
-        """Returns a problem if `missing` is a regex that matches no key or group option to be loaded."""
-        if not isinstance(self.missing, re.Pattern):
-            return []
+        """Returns a problem if `missing`, a regex, matches no key or group option to be loaded."""
+        assert isinstance(self.missing, re.Pattern)
         for key in names.chosen & flat.leaves.keys():
             options = flat.leaves[key].value
             of_group = options if isinstance(options, dict) else ()
@@ -91,6 +94,28 @@ class Strictness:
 
 
 STRICT = Strictness()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of one load: those of `load`, with `strict` as a `Strictness`."""
+
+    strictness: Strictness = STRICT
+    select: str | None = None
+    rename: Mapping[str, str] | None = None
+    rearrange: Sequence[AnyRule] = ()
+    skip: str | None = None
+    transactional: bool = False
+    share_reads: ShareReads = "auto"
+    init_state: bool = False
+    progress: Progress | None = None
+    deadline_seconds: float = DEADLINE_SECONDS
+    process_group: Group | None = None
+    tied: Tied | None = None
+    base_root: str | None = None
+    storage_options: Mapping[str, Any] | None = None
+    reads: bool = True
+    """Else it is only compared (`estimating/rehearse.py`): no tensor needs memory, and no file of tensors is opened."""
 
 
 def strictness_of(strict: bool | Strictness) -> Strictness:
