@@ -251,7 +251,7 @@ def failed_steps_remain() -> bool:
     Runs the checks of all optimizers before, once their numbers have arrived. Local to the rank.
     """
     _run_all([check for owner in tuple(_with_waiting) for check in owner.waiting])
-    return bool(_failures())
+    return bool(_failed) and bool(_failures())
 
 
 @contextmanager
@@ -270,7 +270,8 @@ def taking_state() -> Iterator[StateChecks]:
         _taking.remove(checks)
     # Of all optimizers: an app may have the parameters without the optimizer that has stepped them. Checks of later
     # steps are not about this state.
-    checks._failures = _failures(checks.owners)
+    if _failed:
+        checks._failures = _failures(checks.owners)
     with _lock:
         checks._waiting = [check for owner in _with_waiting for check in owner.waiting]
 
@@ -308,14 +309,15 @@ def _failures(owners: Iterable[DeferredChecks] = ()) -> list[Exception]:
         return [owner.failure for owner in _failed if owner.failure is not None]
 
 
+def _drop_what_is_replaced() -> None:
+    # Apart from the collection of garbage, which would find the last owner in this frame.
+    for owner in _with_failures():
+        owner._drop_if_replaced()
+
+
 def _with_failures() -> tuple[DeferredChecks, ...]:
     with _lock:  # other threads add to it
         return tuple(_failed)
-
-
-def _drop_what_is_replaced() -> None:
-    for owner in _with_failures():
-        owner._drop_if_replaced()
 
 
 _lock = world().lock()

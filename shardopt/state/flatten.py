@@ -183,7 +183,8 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
                 for name, entries in child.items():  # one by one: other ranks may have others
                     _descend(entries, (*path, part, name), partial(setitem, child, name), takes_any, flat)
             else:
-                at, may_grow = (*path, plain.get(part, part)), takes_any or takes_any_part(node, part, child)
+                at = (*path, plain.get(part, part))
+                may_grow = takes_any or (isinstance(node, Optimizer) and takes_any_part(node, part, child))
                 _descend(child, at, partial(setitem, target.state, part), may_grow, flat)
                 if plain_module and f".{part}".endswith(_EXTRA_STATE):
                     _add_plain(flat, at, None, partial(setitem, target.state, part))

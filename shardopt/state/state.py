@@ -104,10 +104,10 @@ def takes_any_state(node: Stateful, state: Any) -> bool:
     return not isinstance(node, known) and not _has_optimizer(state)
 
 
-def takes_any_part(node: Stateful, part: Any, state: Any) -> bool:
-    """Whether an optimizer that is none of ours may have more in this part of its state: a part of a subclass."""
-    is_others = isinstance(node, torch.optim.Optimizer) and not isinstance(node, CheckedStateful | PartialStateful)
-    return is_others and part not in (STATE, PARAM_GROUPS) and not _has_optimizer(state)
+def takes_any_part(optimizer: Stateful, part: Any, state: Any) -> bool:
+    """Whether an optimizer may have more in this part of its state: a part of a subclass, if it is none of ours."""
+    is_ours = isinstance(optimizer, CheckedStateful | PartialStateful)
+    return not is_ours and part not in (STATE, PARAM_GROUPS) and not _has_optimizer(state)
 
 
 def _has_optimizer(state: Any) -> bool:

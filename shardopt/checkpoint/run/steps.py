@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.loading.hand_back import earlier_told
@@ -106,13 +106,12 @@ class Steps:
             return None if self._last is None else self._last[1]
         urls, above = [self._run.root.checkpoint(id).url], self._last_above(id)
         terms = self._terms if above is None else replace(self._terms, refused=not_rising(above, urls[0]))
-        self._warn_of_app(step, app)
+        if self._run.ranks.rank == 0:
+            self.warnings.of_saved(step, app)
         self._after.prepare(id, in_turn=True)
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
-        if self._stage is None:
-            return self._save_now(id, urls, app, metrics, terms, raise_earlier=True)
-        return self._save_in_background(id, urls, app, metrics, terms, self._stage)
+        return self._save(id, urls, app, metrics, terms, self._stage)
 
     def save_and_leave(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
@@ -128,11 +127,12 @@ class Steps:
             has, above = self._has(id, True, metrics, stops=True), None
             if not has:
                 above = self._last_above(id)
-                self._warn_of_app(step, app)
+                if self._run.ranks.rank == 0:
+                    self.warnings.of_saved(step, app)
                 self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
                 terms = replace(self._terms, deadline_seconds=seconds)
-                self._save_now(id, [self._run.root.checkpoint(id).url], app, metrics, terms, raise_earlier=False)
+                self._save(id, [self._run.root.checkpoint(id).url], app, metrics, terms, None, raise_earlier=False)
         finally:
             for failure in filter(None, earlier):
                 _log.error("failed before the stop was requested: %s", failure)
@@ -196,44 +196,31 @@ class Steps:
                 announce(text)
         return url is not None
 
-    def _warn_of_app(self, step: int, app: Mapping[str, Any]) -> None:
-        if self._run.ranks.rank == 0:
-            self.warnings.of_saved(step, app)
-
-    def _save_in_background(
+    def _save(
         self,
         id: CheckpointId,
         urls: Sequence[str],
         app: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
         terms: SaveTerms,
-        stage: Stage,
-    ) -> PendingSave:
-        if self._incremental:
+        stage: Stage | None,
+        raise_earlier: bool = True,
+    ) -> SaveReport | PendingSave:
+        """Saves to the first of these URLs that has room, in the call or by stages in the background. Collective.
+
+        Args:
+            raise_earlier: as for `save_now`.
+        """
+        if self._incremental and stage is not None:
             self.background.wait()  # for what this one may refer to
-        pending = self.background.save(
-            urls[0],
-            app,
-            self._terms_with(terms, urls),
-            stage=stage,
-            metrics=metrics,
-            afterwards=lambda report: self._after.committed(id, report),
-        )
-        self._last_id()  # which leaves out the save before, if that has failed: it has ended
-        self._before, self._last = self._last, (id, pending)
-        return pending
-
-    def _save_now(
-        self,
-        id: CheckpointId,
-        urls: Sequence[str],
-        app: Mapping[str, Any],
-        metrics: Mapping[str, float] | None,
-        terms: SaveTerms,
-        raise_earlier: bool,
-    ) -> SaveReport:
         if self._incremental or len(urls) > 1:
             terms = self._terms_with(terms, urls)
+        if stage is not None:
+            then = partial(self._after.committed, id)
+            pending = self.background.save(urls[0], app, terms, stage=stage, metrics=metrics, afterwards=then)
+            self._last_id()  # which leaves out the save before, if that has failed: it has ended
+            self._before, self._last = self._last, (id, pending)
+            return pending
         if self._incremental:
             terms = replace(terms, prints=self._prints)
 

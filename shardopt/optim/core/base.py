@@ -150,9 +150,9 @@ class KeyedOptimizer(Node):
         plan.check()
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
         groups = [group[PARAMS] for group in self.param_groups if group.get("master_dtype")]
-        with_masters = [*chain.from_iterable(groups)]  # which are made of these
-        wait_for_reads(chain.from_iterable(map(local_tensors, with_masters)))
-        reshard_before_writing(with_masters)
+        if with_masters := [*chain.from_iterable(groups)]:  # which are made of these
+            wait_for_reads(chain.from_iterable(map(local_tensors, with_masters)))
+            reshard_before_writing(with_masters)
         with loading_alone(self, (*plan.unmatched.missing_keys, *plan.algorithms)):
             plan.apply()
             noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew

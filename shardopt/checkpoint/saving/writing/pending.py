@@ -249,8 +249,9 @@ def _urls_in_flight() -> list[str]:
 
 def finish_below(urls: Iterable[str]) -> None:
     """Waits until no save of this process is in flight below these URLs, whoever began it. Local."""
-    below = tuple(f"{_without_links(url).rstrip('/')}/" for url in urls)
-    for save in tuple(_tracked):
+    tracked = tuple(_tracked)
+    below = tuple(f"{_without_links(url).rstrip('/')}/" for url in urls) if tracked else ()
+    for save in tracked:
         if _without_links(save.url).startswith(below):
             save.done.wait()
 
