@@ -46,6 +46,6 @@ def are_noted() -> bool:
     return bool(_of)
 
 
-def companions_of(optimizer: Any) -> dict[Any, str]:
+def companions_of(optimizer: Optimizer) -> dict[Any, str]:
     """Returns what goes along with an optimizer, with a name in the state of each."""
     return dict(_of.get(optimizer, {}))

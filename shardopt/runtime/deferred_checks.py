@@ -250,7 +250,8 @@ def failed_steps_remain() -> bool:
 
     Runs the checks of all optimizers before, once their numbers have arrived. Local to the rank.
     """
-    _run_all([check for owner in tuple(_with_waiting) for check in owner.waiting])
+    if _with_waiting:
+        _run_all([check for owner in tuple(_with_waiting) for check in owner.waiting])
     return bool(_failed) and bool(_failures())
 
 

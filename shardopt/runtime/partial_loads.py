@@ -98,7 +98,8 @@ class PartialLoad:
             mends: whether it takes earlier ones back, too: whether it `mends` on all ranks.
         """
         for node, mark in self._before.items():
-            _unmark(node)
+            if node in _marks:
+                _marks.pop(node)[1].remove()
             if mark is not None and not mends:
                 _put(node, mark)
 
@@ -181,11 +182,6 @@ def _put(node: Optimizer, mark: _Mark) -> None:
         return
     mark = _Mark(mark.what, mark.left_out & earlier.left_out, mark.written | earlier.written)
     _marks[node] = mark, _marks[node][1]
-
-
-def _unmark(node: Optimizer) -> None:
-    if node in _marks:
-        _marks.pop(node)[1].remove()
 
 
 def _refuse_step(optimizer: Optimizer, *unused: Any) -> None:

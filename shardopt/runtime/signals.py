@@ -216,15 +216,12 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
         app: what is to be saved; a backward counts where an optimizer in it steps within backward.
         but: what it may begin in all the same.
     """
-    # An attribute of a dict may be an entry of it, or an error.
-    objects = [each for each in app.values() if not isinstance(each, dict)] if isinstance(app, Mapping) else ()
-    in_backward = "a backward" if any(getattr(each, "updates_in_backward", False) for each in objects) else ""
     frame = inspect.currentframe()
     frame = frame and frame.f_back and frame.f_back.f_back
     within: set[CodeType] = set()
     while frame is not None:
         code = frame.f_code
-        found = _known.get(code) or (code is _BACKWARD and in_backward)
+        found = _known.get(code) or (code is _BACKWARD and _steps_in_backward(app) and "a backward")
         if code.co_name == "step":
             found = _step_in(frame.f_locals, within)
         if found and found not in but:
@@ -238,6 +235,13 @@ def refuse_within(doing: str, app: object = None, but: Collection[str] = ()) -> 
             raise CheckpointError(f"{doing} cannot begin in the middle of {found}", [problem], code="in-signal-handler")
         within.add(code)
         frame = frame.f_back
+
+
+def _steps_in_backward(app: object) -> bool:
+    """Whether an optimizer of an app steps within backward."""
+    # An attribute of a dict may be an entry of it, or an error.
+    objects = [each for each in app.values() if not isinstance(each, dict)] if isinstance(app, Mapping) else ()
+    return any(getattr(each, "updates_in_backward", False) for each in objects)
 
 
 def _step_in(names: Any, within: Collection[CodeType]) -> str:

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -219,7 +219,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         if undo is not None:
             unless_read.callback(undo)
         begin = world().monotonic()
-        with damage_told(CHANGED_NOTHING), passed_by_told(rules):
+        with damage_told(CHANGED_NOTHING), nullcontext() if rules is None else passed_by_told(rules):
             plan = compare_with_app(ranks, what, look, options)
             match, names, manifest = plan.match, plan.names, plan.reader.manifest
             schedules = plan.flat.schedules() if ranks.rank == 0 else []
@@ -234,7 +234,9 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         warn_of_other_options(plan.flat, match.values)
         if names.incomplete:
             warn_of_incomplete(names.incomplete)
-        warn_of_order(loaded)
+        for each in loaded:
+            if each.in_doubt:
+                warn_of_order(each)
         if plan.growing:
             warn_of_gone(plan.growing)
     renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
@@ -288,9 +290,7 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
         with writer_told(reader.manifest):
             return plan_rank(reader, flat, names, ranks, options, grow)
 
-    def report(plan: RankPlan) -> list[Any]:
-        return plan.report(what.removeprefix("loading "), ranks.size == 1)
-
+    report = partial(RankPlan.report, url=what.removeprefix("loading "), is_alone=ranks.size == 1)
     plan, found = ranks.agree(what, plan_here, report, compare_plans)
     if found["may_grow"]:
         growing = _agree_to_grow(ranks, what, plan, found["may_grow"])
@@ -366,6 +366,6 @@ def _read(
         each.end(mends=key not in not_mended)
     if not failed_steps:
         drop_failed_steps()
-    if ranks.rank == 0:
+    if ranks.rank == 0 and (is_lost or not_mended):
         warn_of_what_is_left(what, is_lost, not_mended)
     return bytes_read, loaded

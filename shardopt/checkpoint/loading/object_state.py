@@ -61,7 +61,9 @@ class StateOfObject:
         )
         saved = [key for key in self.there if key.startswith(prefix) and key in self.names.manifest.tensors]
         if live == bool(saved if live else self._belonging(saved)):
-            return self._no_state_of_some(saved) if live else None
+            # Of ours, and of torch's, the parameters are compared one by one.
+            is_others = target.numbered is None and not isinstance(target.object, PartialStateful)
+            return self._no_state_of_some(saved) if live and is_others else None
         if live and any(key.startswith(prefix) for key in self.names.incomplete):
             return None  # there is some, which was left out
         return self._another_algorithm() or self._no_state_on_one_side(live)
@@ -83,12 +85,9 @@ class StateOfObject:
         return Problem(self.target.state_key, found, required, remedy)
 
     def _no_state_of_some(self, saved: Iterable[str]) -> Problem | None:
-        """Returns the problem of another library's optimizer that lacks stored state, and has that of others.
-
-        Of ours, and of torch's, the parameters are compared one by one.
-        """
+        """Returns the problem of another library's optimizer that lacks stored state, and has that of others."""
         target = self.target
-        if target.held_names is None or target.numbered is not None or isinstance(target.object, PartialStateful):
+        if target.held_names is None:
             return None
         _, lacking = _names_with_state(target, self.flat, self.own, saved)
         if not lacking:

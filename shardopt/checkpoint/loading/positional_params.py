@@ -94,12 +94,10 @@ def _names_by_order(
     return orders[0] if orders else {}
 
 
-def warn_of_order(loaded: Iterable[RestoreTarget]) -> None:
-    """Logs which optimizers have loaded state by numbers that only the order of their parameters explains."""
-    for target in loaded:
-        if target.in_doubt:
-            text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
-            _log.warning(text, join(target.path))
+def warn_of_order(loaded: RestoreTarget) -> None:
+    """Logs that an optimizer has loaded state by numbers that only the order of its parameters explains."""
+    text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
+    _log.warning(text, join(loaded.path))
 
 
 def _are_alike(target: RestoreTarget, names: Iterable[str]) -> bool:

@@ -184,11 +184,11 @@ def _passed_by(rules: RulesDue) -> list[str]:
 
 
 @contextmanager
-def passed_by_told(rules: RulesDue | None) -> Iterator[None]:
+def passed_by_told(rules: RulesDue) -> Iterator[None]:
     """Adds to a refusal which rules of `rename` were passed by, on all ranks alike."""
     try:
         yield
     except MismatchError as error:
-        error.message = "\n".join([error.message, *(_passed_by(rules) if rules is not None else ())])
+        error.message = "\n".join([error.message, *_passed_by(rules)])
         error.args = (error.message,)
         raise

@@ -224,7 +224,7 @@ class Manager:
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: the step is due at the root or a tier, or the job is to stop."""
         stops = self._stop is not None and self._stop.after(step, self._run.ranks)
-        return self._steps.is_due(step) or stops
+        return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step)) or stops
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:

@@ -84,10 +84,6 @@ class Steps:
             self._after.copy_newest()
         return self._run.branches
 
-    def is_due(self, step: int) -> bool:
-        """Whether a step is due at the root or on a tier. By time it is collective, as `Due.at`."""
-        return self._run.due.at(step) or (self._tiers is not None and self._tiers.is_due(step))
-
     def save(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, at_root: bool
     ) -> SaveReport | PendingSave | None:

@@ -70,7 +70,7 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     Raises:
         CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
     """
-    return world().open_storage(os.fspath(url), durable, _open_beside_held)
+    return world().open_storage(os.fspath(url), durable, _open_beside_held if _held else _open)
 
 
 def hold(url: str | os.PathLike[str], owner: object = None) -> Storage:
@@ -243,9 +243,8 @@ def _refuse_elsewhere(storage: Storage, place: Mapping[str, str]) -> None:
 def _open_beside_held(text: str, durable: bool) -> Storage:
     """Opens what is at or below a URL that is held in the store of that."""
     storage = _open(text, durable)
-    if not _held or isinstance(storage, LocalStorage):
-        return storage
-    found = _holder(storage, _place_of(storage, _options_of(storage.url, _options)))
+    is_local = isinstance(storage, LocalStorage)
+    found = None if is_local else _holder(storage, _place_of(storage, _options_of(storage.url, _options)))
     if found is None:
         return storage
     held = found[0]

@@ -53,9 +53,11 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
         members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
     """
     saved = flat.saved_targets()
-    optimizers = [each for each in saved if isinstance(each.object, Optimizer)]
-    _tell_of_forgotten_schedules(optimizers, flat, members)
-    if others := [each for each in optimizers if not isinstance(each.object, PartialStateful)]:
+    optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
+    if scheduled := {join(path): each for path, each in optimizers if each not in _seen and is_scheduled(each)}:
+        _tell_of_forgotten_schedules(scheduled, flat, members)
+    others = [each for each in saved if not isinstance(each.object, PartialStateful)]
+    if others := [each for each in others if isinstance(each.object, Optimizer)]:
         _tell_of_states_without_group(others, flat, members)
         _tell_of_inner_optimizers(others, flat, members)
         note_rates(others)
@@ -68,16 +70,9 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
 
 
 def _tell_of_forgotten_schedules(
-    optimizers: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
+    scheduled: Mapping[str, Optimizer], flat: FlatState, members: Sequence[int] | None
 ) -> None:
-    """Logs a warning if optimizers have a schedule, and none is saved; once for each optimizer."""
-    scheduled = {
-        join(each.path): each.object
-        for each in optimizers
-        if isinstance(each.object, Optimizer) and each.object not in _seen and is_scheduled(each.object)
-    }
-    if not scheduled:
-        return
+    """Logs a warning if no schedule is saved of optimizers that have one; once for each optimizer."""
     _seen.update(scheduled.values())
     if not _is_first(members) or _has_schedule(flat):
         return
@@ -90,14 +85,14 @@ def _tell_of_forgotten_schedules(
 
 
 def _tell_of_forgotten_companions(
-    optimizers: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
+    optimizers: Sequence[tuple[Path, Optimizer]], flat: FlatState, members: Sequence[int] | None
 ) -> None:
     """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks."""
     there = {id(each.object) for each in flat.targets}
     lacking = [
-        (each.path, companion, mark)
-        for each in optimizers
-        for optimizer in (each.object, *children_of(each.object))
+        (path, companion, mark)
+        for path, outer in optimizers
+        for optimizer in (outer, *children_of(outer))
         for companion, mark in companions_of(optimizer).items()
         if id(companion) not in there and companion not in _told_of
     ]
