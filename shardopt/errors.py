@@ -105,6 +105,11 @@ class ShardoptError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self.message, self.problems, self.left_out), {"code": self.code})
 
+    def restate(self, message: str) -> None:
+        """Replaces the message, as by one that says more."""
+        self.message = message
+        self.args = (message,)
+
     def to_json(self) -> dict[str, Any]:
         wire = {
             "type": type(self).__name__,

@@ -51,8 +51,7 @@ def told_late() -> Iterator[None]:
     try:
         yield
     except GradientError as error:
-        error.message = f"{error.message}: {LATE}"
-        error.args = (error.message,)
+        error.restate(f"{error.message}: {LATE}")
         raise
 
 

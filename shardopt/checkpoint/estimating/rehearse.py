@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardopt.checkpoint.loading.hand_back import writer_told
 from shardopt.checkpoint.loading.load import Look, plan_ranks, prepare, refuse_differences
 from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, strictness_of
 from shardopt.checkpoint.loading.rank_plan import RankPlan
+from shardopt.checkpoint.loading.refusals import errors_name_writer
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl
 from shardopt.checkpoint.saving.planning.tied import tied_in
@@ -169,7 +169,7 @@ def _planned(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tuple
     plan, found = plan_ranks(ranks, what, look, options)
     plan.reader.close()
     try:
-        with writer_told(plan.reader.manifest):
+        with errors_name_writer(plan.reader.manifest):
             refuse_differences(ranks, what, plan, found, options)
     except MismatchError as error:
         return plan, error

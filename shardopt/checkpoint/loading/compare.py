@@ -20,9 +20,9 @@ from shardopt.checkpoint.loading.object_state import StateOfObject, can_cast
 from shardopt.checkpoint.loading.options import Choice, Strictness, with_options_of_both
 from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.tied import extent
+from shardopt.checkpoint.loading.torchs.compare import problems_of_torchs
 from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
 from shardopt.checkpoint.loading.torchs.resized_buffers import resized_buffer
-from shardopt.checkpoint.loading.torchs_own import problems_of_torchs
 from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem

@@ -1,80 +1,22 @@
-"""Hands objects their loaded state. Errors say how far the load got, and who wrote the checkpoint."""
+"""Hands objects their loaded state; errors say how far the load came."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
-from shardopt.codes import Code
-from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
+from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
-from shardopt.version import WRITER
 
 _log = logging.getLogger("shardopt.checkpoint")
-
-CHANGED_NOTHING = "this load changed nothing"
-MAY_HAVE_CHANGED = "the app may be loaded in part, and optimizers in it refuse to step until a load is whole"
 
 _REFUSED = (
     "mend what it says, and load again, which loads everything anew; or leave the object out of the app, and load with "
     'Strictness(unexpected="ignore")'
 )
-_REFUSALS: frozenset[Code] = frozenset(
-    ("damaged", "does-not-fit", "optimizer-state", "by-position", "object-refused", "cast-overflow")
-)
-"""The codes of errors whose cause may be that another version wrote the checkpoint."""
-
-
-@contextmanager
-def damage_told(state: str) -> Iterator[None]:
-    """Adds to errors about damage in which state the app is: `CHANGED_NOTHING` or `MAY_HAVE_CHANGED`."""
-    try:
-        yield
-    except CorruptionError as error:
-        error.message = f"{error.message}; {state}"
-        error.args = (error.message,)
-        raise
-
-
-@contextmanager
-def earlier_told(changed_by: list[str], url: str | None = None) -> Iterator[None]:
-    """Adds to errors that the app may be loaded in part by loads before, which failed: of these URLs.
-
-    Args:
-        url: of what is loaded now; it is added to the others if its own error says so.
-    """
-    try:
-        yield
-    except ShardoptError as error:
-        if MAY_HAVE_CHANGED in error.message:
-            changed_by += [] if url is None else [url]
-        elif changed_by:
-            said = error.message.replace("nothing was changed", CHANGED_NOTHING)
-            error.message = f"{said}; the load of {changed_by[-1]} before it failed: {MAY_HAVE_CHANGED}"
-            error.args = (error.message,)
-        raise
-
-
-@contextmanager
-def writer_told(manifest: Manifest) -> Iterator[None]:
-    """Adds to a refusal who wrote the checkpoint, if that was another version.
-
-    To be entered where this rank has read the manifest, and either in the work of a round or where all ranks have it.
-    Elsewhere only some ranks could say it, and their errors would differ.
-    """
-    try:
-        yield
-    except ShardoptError as error:
-        if error.code in _REFUSALS and manifest.written_by not in (None, WRITER):
-            first, *others = error.message.split("\n")
-            first += f" (written by {manifest.written_by:.80}; this is {WRITER})"
-            error.message = "\n".join([first, *others])
-            error.args = (error.message,)
-        raise
 
 
 def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
@@ -105,8 +47,7 @@ def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> 
     )
     come = f"tensors are read, objects loaded: {done}; not loaded: {ahead}. {MAY_HAVE_CHANGED}"
     if isinstance(error, ShardoptError):
-        error.message = f"{error.message}; {come}"
-        error.args = (error.message,)
+        error.restate(f"{error.message}; {come}")
         return error
     kind, key = type(loaded[number].object).__name__, join(loaded[number].path)
     problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)

@@ -10,20 +10,14 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.loading.growing import agreed_growth, growth_here, warn_of_gone
-from shardopt.checkpoint.loading.hand_back import (
-    CHANGED_NOTHING,
-    MAY_HAVE_CHANGED,
-    damage_told,
-    hand_back,
-    warn_of_what_is_left,
-    writer_told,
-)
+from shardopt.checkpoint.loading.hand_back import hand_back, warn_of_what_is_left
 from shardopt.checkpoint.loading.init_state import init_unstepped, warn_of_incomplete, without_incomplete_state
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -31,9 +25,16 @@ from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness,
 from shardopt.checkpoint.loading.positional_params import warn_of_order
 from shardopt.checkpoint.loading.rank_plan import RankPlan, compare_plans, plan_rank
 from shardopt.checkpoint.loading.reconcile import reconcile, refuse_nothing
-from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, passed_by_told, said_of_rules
+from shardopt.checkpoint.loading.refusals import (
+    CHANGED_NOTHING,
+    MAY_HAVE_CHANGED,
+    damage_says_state,
+    errors_name_writer,
+    refusals_name_rules,
+)
+from shardopt.checkpoint.loading.rules_due import LeftInScript, RulesDue, find_rules_due, said_of_rules
 from shardopt.checkpoint.loading.schedules import other_arguments, warn_of_other_rates
-from shardopt.checkpoint.loading.torchs_own import warn_of_other_options
+from shardopt.checkpoint.loading.torchs.compare import warn_of_other_options
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.row_state import log_merged
@@ -175,8 +176,8 @@ def prepare(
 
     Also returns the rules of `rename` to apply, and a function that takes back the state; None where none was made.
     """
-    select, skip, rules, undo = options.select, options.skip, None, None
-    with damage_told(CHANGED_NOTHING):
+    rules, undo = None, None
+    with damage_says_state(CHANGED_NOTHING):
         open_here: Callable[[], CheckpointReader] = partial(open_checkpoint, url, options.base_root)
         if is_on_hosts(url):
             open_here = opener_on_hosts(ranks, what, url)
@@ -190,15 +191,15 @@ def prepare(
 
         if options.rename:
             flattened = partial(flatten, app, options.tied)
-            rules = find_rules_due(ranks, what, opened, flattened, select, options.rename, skip)
-        rename = None if rules is None else rules.rename
-        may_be_as_stored = not (select or skip or rename or options.tied)
+            rules = find_rules_due(ranks, what, opened, flattened, options)
+        due = replace(options, rename=None if rules is None else rules.rename)
+        may_be_as_stored = not (due.select or due.skip or due.rename or due.tied)
 
         @cache
         def look() -> tuple[CheckpointReader, FlatState, Names]:
             reader, flat = opened(), flatten(app, options.tied)
             names = names_as_stored(reader, flat) if may_be_as_stored else None
-            names = names or names_in_app(reader, flat, select, rename, skip)
+            names = names or names_in_app(reader, flat, due)
             if options.strictness.missing != "raise":  # else what is incomplete is refused
                 names = without_incomplete_state(names, flat)
             return reader, flat, names
@@ -219,29 +220,22 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         if undo is not None:
             unless_read.callback(undo)
         begin = world().monotonic()
-        with damage_told(CHANGED_NOTHING), nullcontext() if rules is None else passed_by_told(rules):
+        with damage_says_state(CHANGED_NOTHING), nullcontext() if rules is None else refusals_name_rules(rules):
             plan = compare_with_app(ranks, what, look, options)
             match, names, manifest = plan.match, plan.names, plan.reader.manifest
             schedules = plan.flat.schedules() if ranks.rank == 0 else []
-            arguments = other_arguments(schedules, names) if schedules else []
-        with damage_told(MAY_HAVE_CHANGED), writer_told(manifest):
+            arguments = other_arguments(schedules, names) if schedules else []  # as they are before the load
+        with damage_says_state(MAY_HAVE_CHANGED), errors_name_writer(manifest):
             bytes_read, loaded = _read(ranks, what, plan, options, unless_read)
-    if schedules:
-        warn_of_other_rates([each for each in schedules if any(each[0] is own for own in loaded)], plan.flat)
+    renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
+    if ranks.rank == 0:
+        if schedules:
+            warn_of_other_rates([each for each in schedules if any(each[0] is own for own in loaded)], plan.flat)
         for line in arguments:
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
-    if ranks.rank == 0:
-        warn_of_other_options(plan.flat, match.values)
-        if names.incomplete:
-            warn_of_incomplete(names.incomplete)
-        for each in loaded:
-            if each.in_doubt:
-                warn_of_order(each)
-        if plan.growing:
-            warn_of_gone(plan.growing)
-    renamed = {key: old for key, old in names.renamed.items() if key in match.tensors or key in match.values}
-    if rules is not None and ranks.rank == 0:
-        announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")
+        _tell_of_differences(plan, loaded)
+        if rules is not None:
+            announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")
     report = LoadReport(
         url=plan.reader.url,
         save_id=manifest.save_id,
@@ -265,10 +259,22 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     return report, match.warnings
 
 
+def _tell_of_differences(plan: RankPlan, loaded: Sequence[RestoreTarget]) -> None:
+    """Logs what a load has taken that the code has otherwise, has left out, or has taken on trust."""
+    warn_of_other_options(plan.flat, plan.match.values)
+    if plan.names.incomplete:
+        warn_of_incomplete(plan.names.incomplete)
+    for each in loaded:
+        if each.in_doubt:
+            warn_of_order(each)
+    if plan.growing:
+        warn_of_gone(plan.growing)
+
+
 def compare_with_app(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> RankPlan:
     """Plans this rank's reads, once all ranks know that everything fits; changes nothing."""
     plan, found = plan_ranks(ranks, what, look, options)
-    with writer_told(plan.reader.manifest):
+    with errors_name_writer(plan.reader.manifest):
         refuse_differences(ranks, what, plan, found, options)
         with_casts = found["with_casts"]
         if not found["alike"]:
@@ -287,7 +293,7 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
 
     def plan_here(grow: Mapping[str, Any] | None = None) -> RankPlan:
         reader, flat, names = look()
-        with writer_told(reader.manifest):
+        with errors_name_writer(reader.manifest):
             return plan_rank(reader, flat, names, ranks, options, grow)
 
     report = partial(RankPlan.report, url=what.removeprefix("loading "), is_alone=ranks.size == 1)

@@ -10,6 +10,7 @@ from typing import Any
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.loading.import_keys import foreign_under_names_of, numbered_roots
 from shardopt.checkpoint.loading.names import Names
+from shardopt.checkpoint.loading.options import LoadOptions
 from shardopt.checkpoint.loading.renaming import renamer, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
@@ -18,23 +19,14 @@ from shardopt.state.paths import STATE, Path, join
 from shardopt.state.state import FlatState
 
 
-def names_in_app(
-    reader: CheckpointReader,
-    flat: FlatState,
-    select: str | None,
-    rename: Mapping[str, str] | None,
-    skip: str | None,
-) -> Names:
-    """Returns the stored contents under the names of an app.
-
-    Args:
-        select, rename, skip: as for `load`.
+def names_in_app(reader: CheckpointReader, flat: FlatState, options: LoadOptions) -> Names:
+    """Returns the stored contents under the names of an app, by `select`, `rename` and `skip` of a load.
 
     Raises:
         FormatError: something is stored in a way that is not known, and not to be skipped.
         MismatchError: the rules of `rename` give two keys one name.
     """
-    source = reader.source
+    source, select, rename, skip = reader.source, options.select, options.rename, options.skip
     manifest = contents(reader, skip) if skip is not None or source.unread else reader.manifest
     manifest, of_torchs_averages = _under_names_of_averages(manifest, flat, rename)
     if source.is_foreign or numbered_roots(manifest):

@@ -8,8 +8,8 @@ earlier versions, and of a plain save, tell nothing: whether their names are old
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from shardopt.checkpoint.format.manifest import Manifest, RenameRules
 from shardopt.checkpoint.loading.growing import may_grow
 from shardopt.checkpoint.loading.names_in_app import contents, names_in_app
+from shardopt.checkpoint.loading.options import LoadOptions
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError
 from shardopt.ranks import Call, Ranks, as_call
@@ -56,31 +57,29 @@ def find_rules_due(
     what: str,
     opened: Callable[[], CheckpointReader],
     flattened: Callable[[], FlatState],
-    select: str | None,
-    rename: Mapping[str, str],
-    skip: str | None,
+    options: LoadOptions,
 ) -> RulesDue:
     """Finds, in a round, the rules that the checkpoint's names were not saved through. Collective.
 
     Args:
         what: names the load in errors.
         opened, flattened: give the checkpoint and the app, in the round.
-        select, rename, skip: as for `load`.
     """
+    rename, as_is = options.rename or {}, replace(options, rename=None)
 
     def look() -> tuple[bool, bool, _Shifted]:
         reader = opened()
         if reader.manifest.renamed:  # which decides
             return False, True, _Shifted([], [])
         flat = flattened()
-        fits_as_is = _fits(reader, flat, select, None, skip)
+        fits_as_is = _fits(reader, flat, as_is)
         try:
-            return fits_as_is, _fits(reader, flat, select, rename, skip), _Shifted([], [])
+            return fits_as_is, _fits(reader, flat, options), _Shifted([], [])
         except MismatchError as error:
             if error.code != "bad-rules":
                 raise
             # The load then says which keys get one name; unless these are the new names.
-            shifted = _shifted(contents(reader, skip), flat, select, rename)
+            shifted = _shifted(contents(reader, options.skip), flat, options.select, rename)
             return fits_as_is, shifted is None, shifted or _Shifted([], [])
 
     call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
@@ -119,13 +118,11 @@ def rules_due(
     return RulesDue(due or None, passed_by, tuple(dict.fromkeys((*known, *given))), may_be_due)
 
 
-def _fits(
-    reader: CheckpointReader, flat: FlatState, select: str | None, rename: Mapping[str, str] | None, skip: str | None
-) -> bool:
+def _fits(reader: CheckpointReader, flat: FlatState, options: LoadOptions) -> bool:
     try:
-        names = names_in_app(reader, flat, select, rename, skip)
+        names = names_in_app(reader, flat, options)
     except MismatchError as error:
-        if error.code == "bad-rules" and rename is not None:
+        if error.code == "bad-rules" and options.rename is not None:
             raise
         return False
     tensors, others = names.manifest.tensors, {*names.manifest.values, *names.manifest.per_rank}
@@ -137,7 +134,7 @@ def _fits(
                 return False
         elif key not in others:
             absent.append(key)
-    return may_grow(flat, names, select, absent)
+    return may_grow(flat, names, options.select, absent)
 
 
 def _shifted(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str]) -> _Shifted | None:
@@ -175,20 +172,10 @@ def said_of_rules(renamed: Mapping[str, str], rules: RulesDue, url: str) -> str:
     shown = [f"{old} -> {new}" for new, old in sorted(renamed.items())[:3]]
     more = f", and {len(renamed) - len(shown)} more" if len(renamed) > len(shown) else ""
     texts = [f"renamed {', '.join(shown)}{more}" if shown else "renamed nothing"]
-    return "; ".join([*texts, *_passed_by(rules)])
+    return "; ".join([*texts, *passed_by_text(rules)])
 
 
-def _passed_by(rules: RulesDue) -> list[str]:
+def passed_by_text(rules: RulesDue) -> list[str]:
+    """Returns which rules the names have been through already, if any."""
     passed_by = ", ".join(f"{pattern!r} -> {into!r}" for pattern, into in rules.passed_by)
     return [f"its names have been through {passed_by} already"] if passed_by else []
-
-
-@contextmanager
-def passed_by_told(rules: RulesDue) -> Iterator[None]:
-    """Adds to a refusal which rules of `rename` were passed by, on all ranks alike."""
-    try:
-        yield
-    except MismatchError as error:
-        error.message = "\n".join([error.message, *_passed_by(rules)])
-        error.args = (error.message,)
-        raise

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
-from shardopt.checkpoint.loading.hand_back import earlier_told
+from shardopt.checkpoint.loading.refusals import errors_name_failed_loads
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer, not_rising
@@ -356,7 +356,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
     tried_twice: set[str] = set()
     changed_by: list[str] = []
     while True:
-        with earlier_told(changed_by):
+        with errors_name_failed_loads(changed_by):
             candidates = look()
             candidate = next((each for each in candidates if each.url not in failures), None)
             if candidate is None:
@@ -364,7 +364,7 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
                     raise failure
                 return None
         try:
-            with earlier_told(changed_by, candidate.url):
+            with errors_name_failed_loads(changed_by, candidate.url):
                 report = load(candidate.url)
         except (CorruptionError, CheckpointNotFoundError) as error:
             if isinstance(error, UnreadableError) and candidate.url not in tried_twice:

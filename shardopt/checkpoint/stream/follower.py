@@ -255,9 +255,8 @@ class Follower:
             chains[:] = [own]
             reader = rearranged(own, self._options.rearrange) if self._options.rearrange else own
             flat = flatten(weights_of(self._app, "app"))
-            rename = self._options.rename
-            names = None if rename else names_as_stored(reader, flat)
-            return reader, flat, names or names_in_app(reader, flat, None, rename, None)
+            names = None if self._options.rename else names_as_stored(reader, flat)
+            return reader, flat, names or names_in_app(reader, flat, self._options)
 
         plan = compare_with_app(ranks, what, look, self._options)
         staged, _ = ranks.agree(what, work=lambda: self._staged(plan, chains[0]))

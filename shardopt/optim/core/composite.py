@@ -80,10 +80,8 @@ class CompositeOptimizer(KeyedOptimizer):
                 step_nested(child)
             except ShardoptError as error:
                 if place:  # what it says of steps is of that child alone
-                    error.message += (
-                        f"; {place} of {len(self._stepped)} parts of this {type(self).__name__} had stepped"
-                    )
-                    error.args = (error.message,)
+                    stepped = f"{place} of {len(self._stepped)} parts of this {type(self).__name__} had stepped"
+                    error.restate(f"{error.message}; {stepped}")
                 raise
         self._after_step()
         return loss

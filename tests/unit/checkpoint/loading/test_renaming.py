@@ -17,6 +17,7 @@ from shardopt import (
 from shardopt.checkpoint import Strictness
 from shardopt.checkpoint.loading.names import names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
+from shardopt.checkpoint.loading.options import LoadOptions
 from shardopt.errors import MismatchError
 from shardopt.optim import CombinedOptimizer
 from shardopt.optim.keyed import KeyedOptimizer
@@ -297,7 +298,7 @@ def test_a_checkpoint_whose_keys_are_the_apps_is_taken_as_it_is(tmp_path, steppe
     with checkpoint.open(tmp_path / "c") as reader:
         flat = flatten(app)
         names = names_as_stored(reader, flat)
-        assert names == names_in_app(reader, flat, None, None, None)
+        assert names == names_in_app(reader, flat, LoadOptions())
         assert names.chosen == flat.leaves.keys() and not names.renamed
         for key in ("rng", "nested", "model"):
             assert names_as_stored(reader, flatten({name: each for name, each in app.items() if name != key})) is None
