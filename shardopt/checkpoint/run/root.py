@@ -170,6 +170,16 @@ def committed_or_unread(root: Storage, names: Sequence[str]) -> list[str]:
     return [*found, *unread]
 
 
+def _is_a_checkpoint(url: str, of: str) -> CheckpointError:
+    """Returns the error for the root of a run that is a checkpoint itself; `of` is by whom, for the message."""
+    parent, is_step = os.path.dirname(url), parse_id(os.path.basename(url)) is not None
+    remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
+    remedy += "; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0"
+    required = "the directory that a run's checkpoints are in, or are to be in"
+    problem = Problem(url, f"a checkpoint{of}", required, remedy)
+    return CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
+
+
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 """Those of this process, by URL: a root that is still empty is of neither kind to see."""
 
@@ -255,9 +265,12 @@ class Root:
         Raises:
             CheckpointError: it is that of the other, which would remove what this one saves, or a checkpoint itself.
         """
-        self._refuse_checkpoint()
+        names = self.seen.names
+        is_checkpoint = MANIFEST_NAME in names and any(map(FILE_NAME.fullmatch, names))
+        if is_checkpoint or DCP_METADATA_NAME in names:
+            raise _is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
         kinds = "the root of a run", "the root of a publisher"
-        has_record, beside = STREAM_NAME in self.seen.names, _in_use.get(self.url)
+        has_record, beside = STREAM_NAME in names, _in_use.get(self.url)
         has_steps = bool(self.seen.ids) and not self.is_on_hosts
         is_other = has_record if not self._publishes else has_steps and not has_record
         if is_other or (beside is not None and beside._publishes != self._publishes):
@@ -289,20 +302,6 @@ class Root:
         if wire.get("format") != _STREAM_FORMAT or not (isinstance(number, str) and _ID.fullmatch(number)):
             raise damaged(f"{self.url}/{STREAM_NAME}", "no record of a stream")
         return number
-
-    def _refuse_checkpoint(self) -> None:
-        own = MANIFEST_NAME in self.seen.names and any(map(FILE_NAME.fullmatch, self.seen.names))
-        if own or DCP_METADATA_NAME in self.seen.names:
-            parent = os.path.dirname(self.url)
-            is_step = parse_id(os.path.basename(self.url)) is not None
-            remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
-            problem = Problem(
-                self.url,
-                "a checkpoint" if own else "a checkpoint of torch.distributed.checkpoint",
-                "the directory that a run's checkpoints are in, or are to be in",
-                f"{remedy}; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0",
-            )
-            raise CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
 
     def checkpoint(self, id: CheckpointId) -> Storage:
         """Returns the storage of a checkpoint's directory."""
