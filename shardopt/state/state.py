@@ -192,6 +192,10 @@ class RestoreTarget:
         """The key of an optimizer's state in an app."""
         return join((*self.path, STATE))
 
+    def options_key(self, name: str, tied: Tied) -> str:
+        """Returns the key in an app of a parameter's options, by the name that the optimizer has for it."""
+        return join((*self.path, PARAM_GROUPS, tied.get(name, name)))
+
     def replace_state(self, value: Mapping[str, Any]) -> None:
         """Replaces the whole state by one whose names are those of the paths."""
         own = {name: part for part, name in self.plain_names.items()}

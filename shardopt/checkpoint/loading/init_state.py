@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
-from shardopt.checkpoint.loading.names import Names, owner_of, stored_paths
+from shardopt.checkpoint.loading.names import Names, owner_of, saved_by_another, stored_paths
 from shardopt.checkpoint.loading.object_state import lacks_state_alone
 from shardopt.checkpoint.loading.torchs.made_state import (
     TorchsState,
@@ -37,8 +37,8 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
-from shardopt.state.param_groups import ALGORITHM, PARAMS, other_algorithm, other_class
-from shardopt.state.paths import PARAM_GROUPS, Path, join, keys_below
+from shardopt.state.param_groups import PARAMS, other_class
+from shardopt.state.paths import Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget, UnsteppedStateful
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -210,7 +210,7 @@ def _changes(
             absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
             _refuse_lost_wrappers(each.state_key, optimizer, {name: torchs.stored[name] for name in absent_names})
             since = live - torchs.stored.keys() if takes_back else set()
-            forget = _known_without_state(key, since, torchs.parameters, flat, manifest)
+            forget = _known_without_state(each, since, torchs.parameters, flat, manifest)
             if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
                 forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
             others = of_other_algorithms(each, manifest, flat.tied, other_class)
@@ -230,7 +230,7 @@ def _changes(
             surplus = live - saved
             unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
             since = surplus - unstepped if takes_back else set()
-            forget = _known_without_state(key, since, getattr(optimizer, "params", {}), flat, manifest)
+            forget = _known_without_state(each, since, getattr(optimizer, "params", {}), flat, manifest)
             kept, make = sorted(surplus - unstepped - forget.keys()), sorted(saved - live)
             entries = stored_state(each, own, manifest, name_here) if make else {}
             entries = {name: entries.get(flat.tied.get(name, name), {}) for name in make}
@@ -269,23 +269,19 @@ def _known_entries(
     """
     known = {}
     for name, entries in stored.items():
-        key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
-        options = manifest.values.get(key, ((), None))[1]
-        if key not in flat.leaves or not isinstance(options, Mapping):
-            continue
-        if not other_algorithm(options, str(flat.leaves[key].value.get(ALGORITHM) or "")):
+        key = target.options_key(name, flat.tied)
+        has_options = key in flat.leaves and isinstance(manifest.values.get(key, ((), None))[1], Mapping)
+        if has_options and not saved_by_another(key, flat, manifest):
             known[name] = [str(path[0]) for path in entries if len(path) == 1]
     return known
 
 
 def _known_without_state(
-    key: str, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
+    target: RestoreTarget, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
 ) -> dict[str, Tensor]:
     """Returns the parameters, of these, that have no stored state but are in the stored groups of the optimizer."""
-    stored_as = {name: f"{key}.{PARAM_GROUPS}.{flat.tied.get(name, name)}" for name in sorted(names)}
-    return {
-        name: parameters[name] for name, each in stored_as.items() if name in parameters and each in manifest.values
-    }
+    known = [name for name in sorted(names) if target.options_key(name, flat.tied) in manifest.values]
+    return {name: parameters[name] for name in known if name in parameters}
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
@@ -322,7 +318,8 @@ def without_incomplete_state(names: Names, flat: FlatState) -> Names:
     incomplete: dict[str, str] = {}
     for target in targets:
         stored = _stored_entries(target, below[target.path], flat)
-        strange = _of_others(target, stored, names, flat)
+        keys = {name: target.options_key(name, flat.tied) for name in stored}
+        strange = {name for name, key in keys.items() if saved_by_another(key, flat, names.manifest)}
         torchs = torchs_state(target, below[target.path], names.manifest, flat.tied)
         if torchs is not None:
             found = _incomplete_of_torchs(torchs, stored, strange)
@@ -380,15 +377,3 @@ def _stored_entries(target: RestoreTarget, keys: Iterable[str], flat: FlatState)
             if name:
                 stored.setdefault(name_here[name], {})[entry] = key
     return stored
-
-
-def _of_others(target: RestoreTarget, stored: Iterable[str], names: Names, flat: FlatState) -> set[str]:
-    """Returns the names, of these parameters, that another algorithm has stepped."""
-    section, values = (*target.path, PARAM_GROUPS), names.manifest.values
-    found = set()
-    for name in stored:
-        key = join((*section, flat.tied.get(name, name)))
-        options, own = values.get(key, ((), None))[1], flat.leaves.get(key)
-        if isinstance(options, Mapping) and own is not None and isinstance(own.value, Mapping):
-            found |= {name} if other_algorithm(options, str(own.value.get(ALGORITHM) or "")) else set()
-    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.state.param_groups import ALGORITHM, other_algorithm
 from shardopt.state.paths import Path
 from shardopt.state.state import FlatState
 
@@ -49,6 +50,14 @@ def stored_paths(manifest: Manifest) -> dict[str, Path]:
     paths.update((key, path) for key, (path, _) in manifest.values.items())
     paths.update(manifest.per_rank)
     return paths
+
+
+def saved_by_another(key: str, flat: FlatState, manifest: Manifest) -> str:
+    """Returns the algorithm that has saved a parameter's options, if it is known to be another than steps it here."""
+    stored, leaf = manifest.values.get(key, ((), None))[1], flat.leaves.get(key)
+    if leaf is None or not (isinstance(stored, Mapping) and isinstance(leaf.value, Mapping)):
+        return ""
+    return other_algorithm(stored, str(leaf.value.get(ALGORITHM) or ""))
 
 
 def owner_of(key: str, names: Collection[str]) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.format.tensor_bytes import TORCH_DTYPES
-from shardopt.checkpoint.loading.names import Names, owner_of
+from shardopt.checkpoint.loading.names import Names, owner_of, saved_by_another
 from shardopt.checkpoint.loading.options import Strictness
 from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.gradients import is_moved_by_backward
@@ -20,7 +20,6 @@ from shardopt.state.param_groups import (
     Groups,
     groups_elsewhere,
     groups_of,
-    other_algorithm,
     with_options,
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
@@ -98,13 +97,10 @@ class StateOfObject:
 
     def _another_algorithm(self) -> Problem | None:
         """Returns the problem of the first stored options that another algorithm than the app's has saved."""
-        section, values = (*self.target.path, PARAM_GROUPS), self.names.manifest.values
-        for key, leaf in self.own.items():
-            stored = values[key][1] if key in values and leaf.path[:-1] == section else None
-            if not isinstance(stored, Mapping) or not isinstance(leaf.value, Mapping):
-                continue
-            own = str(leaf.value.get(ALGORITHM) or "")
-            if saved_by := other_algorithm(stored, own):
+        section = (*self.target.path, PARAM_GROUPS)
+        for key in [key for key, leaf in self.own.items() if leaf.path[:-1] == section]:
+            if saved_by := saved_by_another(key, self.flat, self.names.manifest):
+                own = str(self.own[key].value[ALGORITHM])
                 remedy = (
                     f"resume with {saved_by}; or begin anew with {own}: leave the optimizer out of the app, and load "
                     'with Strictness(unexpected="ignore"); or, if it has state of the same names, load with '

@@ -85,9 +85,8 @@ def _problems_of_groups(
     target: RestoreTarget, numbered: Numbered, flat: FlatState, names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
     """Yields a problem for each group whose members have several sets of stored options, or another algorithm's."""
-    section = (*target.path, PARAM_GROUPS)
     for members in numbered.members():
-        keys = {name: join((*section, flat.tied.get(name, name))) for name in members}
+        keys = {name: target.options_key(name, flat.tied) for name in members}
         stored = {
             name: names.manifest.values[key][1]
             for name, key in keys.items()
@@ -202,7 +201,7 @@ def _options_of_groups(
     """Yields the number of each group of an optimizer, its options here, and as its first parameter has loaded them."""
     firsts = [(number, group[PARAMS][0]) for number, group in enumerate(target.groups or ()) if group[PARAMS]]
     for number, name in firsts:
-        key = join((*target.path, PARAM_GROUPS, flat.tied.get(name, name)))
+        key = target.options_key(name, flat.tied)
         stored = values.get(key)
         if key in flat.leaves and isinstance(stored, Mapping):
             yield number, flat.leaves[key].value, stored

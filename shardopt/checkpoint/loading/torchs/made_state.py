@@ -178,11 +178,10 @@ def of_other_algorithms(
     Args:
         other: says which, by stored options and the algorithm here.
     """
-    numbered, section = target.numbered, (*target.path, PARAM_GROUPS)
+    numbered = target.numbered
     if numbered is None:
         return []
-    keys = {name: join((*section, tied.get(name, name))) for name in numbered.names}
-    stored = {name: manifest.values.get(key, ((), None))[1] for name, key in keys.items()}
+    stored = {name: manifest.values.get(target.options_key(name, tied), ((), None))[1] for name in numbered.names}
     return [
         name for name, options in stored.items() if isinstance(options, Mapping) and other(options, numbered.algorithm)
     ]
