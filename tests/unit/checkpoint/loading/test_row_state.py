@@ -59,6 +59,16 @@ def test_a_row_gets_the_mean_of_its_parts_weighted_by_their_columns(tmp_path):
     assert report.merged == (KEY,)
 
 
+def test_merged_rows_are_reported_also_where_a_container_grows(tmp_path):
+    """That takes a second round, which used to find the rows merged already."""
+    parts = torch.rand(2, ROWS)
+    checkpoint.save(tmp_path / "c", {**app_of(parts.flatten(), (3, 3)), "notes": {"seen": torch.ones(2)}})
+    app = {**app_of(torch.zeros(ROWS)), "notes": {}}
+    report = checkpoint.load(tmp_path / "c", app, strict=MERGE)
+    torch.testing.assert_close(state_of(app), parts.mean(dim=0))
+    assert report.merged == (KEY,) and torch.equal(app["notes"]["seen"], torch.ones(2))
+
+
 @pytest.mark.parametrize("widths", [(3, 3), (1, 2, 3)])
 @pytest.mark.parametrize("algorithm", [RowWiseAdagrad, RowWiseAdam])
 def test_the_merged_number_is_what_whole_rows_would_have_had(tmp_path, algorithm, widths):

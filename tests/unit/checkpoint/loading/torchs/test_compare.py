@@ -15,7 +15,7 @@ from shardopt.checkpoint import Strictness
 from shardopt.errors import MismatchError
 from tests.golden.state import Layers, step_torch_optimizers, torch_optimizers
 
-POSITIONS = Path(__file__).parents[3] / "golden" / "torch_positions"
+POSITIONS = Path(__file__).parents[4] / "golden" / "torch_positions"
 
 KINDS = {
     "sgd": (torch.optim.SGD, {}),
