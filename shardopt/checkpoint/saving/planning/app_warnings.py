@@ -56,7 +56,9 @@ def _harmless() -> Iterator[None]:
 
 def note_rates(optimizers: Iterable[RestoreTarget]) -> None:
     """Notes which optimizers save their groups, and so their rates."""
-    _saves_rates.update((each.object, PARAM_GROUPS in each.state) for each in optimizers)
+    for each in optimizers:
+        optimizer: Any = each.object
+        _saves_rates[optimizer] = PARAM_GROUPS in each.state
 
 
 class AppWarnings:
