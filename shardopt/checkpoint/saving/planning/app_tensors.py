@@ -9,7 +9,7 @@ state of optimizers are never buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -80,9 +80,7 @@ def check_optimizers(flat: FlatState) -> None:
     if strange or any(named.values()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
-            _refuse_strange(
-                strange, parameters, _held_by_app(flat), {id(each): key for key, each in flat.tensors().items()}
-            )
+            _refuse_strange(strange, parameters, {join(each.path): _buffers_in(each) for each in modules}, flat)
         _refuse_moved(named, parameters)
     if places:
         _refuse_unshared(flat, places)
@@ -124,28 +122,28 @@ def _refuse_unshared(flat: FlatState, places: Mapping[int, tuple[str, ...]]) -> 
 def _refuse_strange(
     optimizers: Sequence[RestoreTarget],
     modules: Mapping[str, Mapping[str, Tensor]],
-    held: set[int],
-    saved: Mapping[int, str],
+    buffers: Mapping[str, Collection[str]],
+    flat: FlatState,
 ) -> None:
     """Raises StateError for optimizers of parameters that a module has replaced by others, and the app has not.
 
     A parameter is in the place of another that has the same name, shape, dtype and kind of device; one on the meta
     device in that of any with its name and shape; and where the optimizer steps others of the module itself, one in
-    that of another shape (tables of tokens are made larger). Optimizers that know no names are compared as a whole, and
-    views of tables by their memory.
+    that of another shape (tables of tokens are made larger), or of a buffer. Optimizers that know no names are compared
+    as a whole, and views of tables by their memory.
 
     Args:
-        held: the ids of tensors that the app has besides.
-        saved: id → key of each tensor that is saved, also of those that an object's state has.
+        buffers: key of each module → the names of its buffers.
     """
     parameters = [tensor for own in modules.values() for tensor in own.values()]
-    owned = held.union(map(id, parameters))
+    saved = {id(each): key for key, each in flat.tensors().items()}
+    owned = _held_by_app(flat).union(map(id, parameters))
     groups = (group for each in optimizers for group in cast(Optimizer, each.object).param_groups)
     if views := [tensor for group in groups for tensor in group["params"] if is_moved_by_backward(tensor)]:
         addresses = {0, *addresses_of(parameters)}
         owned.update(id(view) for view in views if not addresses.isdisjoint(addresses_of([view])))
     each_with_path = [(each.path, child) for each in optimizers for child in children_of(each.object)]
-    problems = [_strange(join(path), optimizer, modules, owned, saved) for path, optimizer in each_with_path]
+    problems = [_strange(join(path), optimizer, modules, buffers, owned, saved) for path, optimizer in each_with_path]
     if any(problems):
         raise StateError(
             "an optimizer steps tensors that are no parameters of the model",
@@ -158,6 +156,7 @@ def _strange(
     key: str,
     optimizer: Optimizer,
     modules: Mapping[str, Mapping[str, Tensor]],
+    buffers: Mapping[str, Collection[str]],
     owned: set[int],
     saved: Mapping[int, str],
 ) -> Problem | None:
@@ -181,7 +180,8 @@ def _strange(
         for name, tensor in named.items()
         if id(tensor) not in owned
         for module, own in modules.items()
-        if name in own and _replaces(own[name], tensor, module in stepped)
+        if (name in own and _replaces(own[name], tensor, module in stepped))
+        or (module in stepped and name in buffers[module])
     }
     if not strange:
         return None
@@ -227,6 +227,12 @@ def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
         parameters = dict(target.object.named_parameters(remove_duplicate=False))
     plain = target.plain_names
     return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
+
+
+def _buffers_in(target: RestoreTarget) -> set[str]:
+    """Returns the plain names of what a module saves beside parameters."""
+    plain = target.plain_names
+    return {plain.get(name, plain_name(name)) for name, each in target.state.items() if not isinstance(each, Parameter)}
 
 
 def children_of(optimizer: Any) -> Iterator[Optimizer]:

@@ -245,3 +245,16 @@ def test_averages_are_not_saved_as_the_weights_that_an_optimizer_steps(tmp_path,
             checkpoint.save(tmp_path / "training", app)
         checkpoint.save(tmp_path / "averages", {"model": model})
     checkpoint.save(tmp_path / "training", app)
+
+
+@pytest.mark.parametrize("maker", ["keyed", "named"])
+def test_a_parameter_that_became_a_buffer(tmp_path, maker):
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.scale = nn.Parameter(torch.ones(2))
+    optimizer = MAKERS[maker](model)
+    checkpoint.save(tmp_path / "own", {"model": model, "optimizer": optimizer})
+    value = model.scale.detach().clone()
+    del model.scale
+    model.register_buffer("scale", value)
+    with pytest.raises(StateError, match=r"optimizer: found 1 parameters .* such as 'scale', while 'model' has"):
+        checkpoint.save(tmp_path / "stale", {"model": model, "optimizer": optimizer})
