@@ -17,6 +17,7 @@ from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.local.shards import ShardedState, Shards, State, Untouched
 from shardopt.optim.state_dict.groups import described, listed
 from shardopt.sharding.gradients import requires_gradient
+from shardopt.state.param_groups import PARAMS
 
 Group = dict[str, Any]
 
@@ -160,7 +161,8 @@ class LocalState(MutableMapping[Any, Any]):
             )
         group_of = self._group_of()
         for parameter in parameters:
-            group = group_of.get(parameter)
+            # A group that was taken out, as to freeze its parameters, leaves their state, which saves have.
+            group = group_of.get(parameter, {**self._optimizer.defaults, PARAMS: [parameter]} if frozen_too else None)
             if group is None or not (frozen_too or requires_gradient(parameter)):
                 continue
             for local in self.local_tensors(parameter):

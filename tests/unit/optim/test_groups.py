@@ -280,3 +280,46 @@ def test_groups_of_named_parameters_under_wrappers_have_plain_names():
 def test_groups_of_parameters_that_do_not_fit_are_refused(groups, options, message):
     with pytest.raises(shardopt.errors.ShardoptError, match=message):
         shardopt.keyed("adamw", groups, **options)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("adamw", {}),
+        ("adamw", {"state_dtype": torch.bfloat16}),
+        ("sgd", {"momentum": 0.9}),
+        ("adafactor", {}),
+        ("lion", {}),
+        ("lamb", {}),
+    ],
+)
+def test_what_a_group_that_was_taken_out_leaves_is_resumed(tmp_path, algorithm, options):
+    def make(is_frozen):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        named = dict(model.named_parameters())
+        optimizer = shardopt.keyed(algorithm, {name: named[name] for name in ("0.weight", "0.bias")}, lr=0.1, **options)
+        optimizer.add_param_group({"params": {name: named[name] for name in ("1.weight", "1.bias")}})
+        groups = [*optimizer.param_groups]
+        if is_frozen:
+            del optimizer.param_groups[1]
+        return {"model": model, "optimizer": optimizer}, groups
+
+    def step(app):
+        app["model"](torch.ones(2, 4)).square().mean().backward()
+        app["optimizer"].step()
+        app["optimizer"].zero_grad(set_to_none=True)
+
+    app, groups = make(False)
+    step(app)
+    del app["optimizer"].param_groups[1]
+    step(app)
+    checkpoint.save(tmp_path / "c", app)
+    resumed, own = make(True)
+    checkpoint.load(tmp_path / "c", resumed, init_state=True)
+    for each, all_groups in ((app, groups), (resumed, own)):
+        each["model"].zero_grad()
+        each["optimizer"].param_groups[:] = all_groups  # back again
+        step(each)
+    for one, other in zip(app["model"].parameters(), resumed["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
