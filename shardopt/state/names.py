@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wr
 _DDP = "module."
 """The attribute of DistributedDataParallel and DataParallel; a user's own module may have the same name."""
 _ANY_DDP = re.compile(r"(?<![^.])module\.")
+_NAMELESS = "?"  # begins the names of parameters that the app does not have
 _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
 
 
@@ -141,25 +142,32 @@ class ParameterNames:
     app: Any
 
     def of(self, parameters: Sequence[Tensor], otherwise: Sequence[str]) -> tuple[str, ...] | None:
-        """Returns the plain names of one optimizer's parameters; None if some have none, or two share one.
+        """Returns the plain names of one optimizer's parameters; None if all have none, or two share one.
 
         They are those of the first module that has all of them. Of several modules, in which two have one name, the
-        places of the modules in the app stand before them.
+        places of the modules in the app stand before them. Parameters that the app has no more, such as those of a
+        layer that was replaced, are "?0", "?1" and so on, in their order: the others keep their names.
 
         Args:
             otherwise: the name of each that is in no module; "" for none.
         """
-        whole = next((own for _, own in self._places if all(id(each) in own for each in parameters)), None)
-        found = [("", whole[id(each)]) for each in parameters] if whole is not None else []
+        known = {*chain.from_iterable(own for _, own in self._places)}
+        held = [id(each) for each, name in zip(parameters, otherwise, strict=True) if name or id(each) in known]
+        whole = next((own for _, own in self._places if all(each in own for each in held)), None)
+        found = [("", whole.get(id(each), "")) for each in parameters] if whole is not None else []
         for each, name in zip(parameters, otherwise, strict=True) if whole is None else ():
             places = ((place, own[id(each)]) for place, own in self._places if id(each) in own)
             found.append(next(places, ("", plain_name(name))))
         names = [name for _, name in found]
-        if max(Counter(names).values(), default=0) > 1:
+        if max(Counter(filter(None, names)).values(), default=0) > 1:
             names = [f"{place}.{name}" if place else name for place, name in found]
-        dropped = before_all(names)
+        if not any(names):
+            return None
+        dropped, nameless = before_all([*filter(None, names)]), [i for i, name in enumerate(names) if not name]
         names = [name.removeprefix(dropped) for name in names]
-        return tuple(names) if all(names) and len(set(names)) == len(names) else None
+        for number, i in enumerate(nameless):
+            names[i] = f"{_NAMELESS}{number}"
+        return tuple(names) if len(set(names)) == len(names) else None
 
     @cached_property
     def _places(self) -> list[tuple[str, Mapping[int, str]]]:

@@ -50,7 +50,7 @@ def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatSta
     numbers = [number for group in stored.groups for number in group[PARAMS]]
     if not all(type(number) is int for number in numbers):
         return {}
-    key, known = join(target.path), frozenset(names_in(target.groups))
+    key, known = join(target.path), dict.fromkeys(names_in(target.groups))  # in order, for errors
     ruled = {number: name for number in numbers if (name := stored.by_rules(number))}
     if ruled:
         unnamed = [number for number in numbers if number not in ruled]

@@ -65,7 +65,8 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._told_of_unheld = self._has_saved = False
+        self._told_of_step = self._has_saved = False
+        self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
 
     @_harmless()
@@ -81,11 +82,20 @@ class AppWarnings:
                 *(counted, step, counted),
             )
         found = objects_in({**app})
-        if is_first and not self._told_of_unheld:
-            warn_of_unheld(found)
+        if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
+            self._unheld |= warn_of_unheld(found, but=self._unheld)
         if is_first:
             warn_of_collisions(found)
         self._compare_rates(found, warns=True)
+
+    def _may_be_stale(self, found: Found) -> bool:
+        """Whether an optimizer without names may step what the model has replaced since the last save."""
+        return any(
+            names_of(child) is None
+            for key, each in _optimizers(found).items()
+            if key not in self._unheld
+            for child in children_of(each)
+        )
 
     def _compare_rates(self, found: Found, warns: bool) -> None:
         """Notes the rates of optimizers by names, and warns once of those that have changed and are not saved."""
@@ -127,34 +137,39 @@ class AppWarnings:
         self._compare_rates(found, warns=False)
         if step is not None:
             warn_of_frozen(found)
-        if is_whole and not (self._has_saved or self._told_of_unheld):
-            self._told_of_unheld = warn_of_unheld(found)
+        if is_whole and not (self._has_saved or self._unheld):
+            self._unheld = warn_of_unheld(found)
 
 
-def warn_of_unheld(found: Found) -> bool:
-    """Logs a warning for each optimizer that trains tensors that nothing else in the app has; returns whether any does.
+def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]:
+    """Logs a warning for each optimizer that trains tensors that nothing else in the app has; returns their keys.
 
     An app with an object that may hold any, as one of the program's own, is not told of. Local.
+
+    Args:
+        but: the keys of optimizers that are passed by.
     """
     optimizers = _optimizers(found)
     if not optimizers or any(map(_may_hold_others, (each for _, each in found))):
-        return False
+        return set()
     tensors = [each for _, value in found for each in _tensors_of(value)]
     held: set[Any] = set(map(id, tensors))
     others = {
         key: [pair for child in children_of(each) for pair in _named(child, True) if id(pair[1]) not in held]
         for key, each in optimizers.items()
+        if key not in but
     }
     if any(others.values()):
         held.update(place for each in tensors for place in _places(each))
-    told = False
+    told = set()
     for key, pairs in others.items():
         unheld = [name for name, each in pairs if not held.issuperset(_places(each))]
         if unheld:
-            told = True
+            told.add(key)
             _log.warning(
                 "%s steps %d parameters that nothing in the app holds, such as %s: a resume would give their "
-                "moments to new values. Add their module, or the tensor, to the app [stale-parameters]",
+                "moments to new values. Add their module, or the tensor, to the app; or, if the model has replaced "
+                "them, take them out of the groups [stale-parameters]",
                 *(key, len(unheld), unheld[0]),
             )
     return told

@@ -187,3 +187,47 @@ def test_a_layer_that_is_frozen_again_after_a_resume_is_told_of(tmp_path, caplog
     name = "one of shape (2, 2)" if kind == "torch" else "0.weight"
     said = f"optimizer has made steps of 2 parameters that are frozen now, such as {name}: "
     assert [line.startswith(said) for line in lines] == [True] * unfrozen
+
+
+def swapped(app):
+    """Puts another layer into the place of one, and adds it to the optimizer, as fine-tuners do."""
+    app["model"][1] = nn.Linear(2, 2)
+    app["optimizer"].add_param_group({"params": [*app["model"][1].parameters()]})
+    return app
+
+
+def small_app():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1), "step": 0}
+
+
+def train(app, step):
+    app["model"](torch.ones(1, 2)).square().sum().backward()
+    app["optimizer"].step()
+    app["optimizer"].zero_grad()
+    app["step"] = step
+
+
+def test_a_layer_that_is_replaced_in_mid_run_leaves_the_names_of_the_others(tmp_path, caplog):
+    app = small_app()
+    with checkpoint.Manager(tmp_path, every=1) as manager:
+        train(app, 1)
+        manager.save(1, app)
+        assert not caplog.messages
+        swapped(app)
+        for step in (2, 3):
+            train(app, step)
+            manager.save(step, app)
+    (line,) = caplog.messages
+    assert "optimizer steps 2 parameters that nothing in the app holds" in line and "[stale-parameters]" in line
+    with checkpoint.open(tmp_path / "step-00000003") as reader:
+        keys = reader.keys()
+    names = {key.split(".", 2)[2] for key in keys if "param_groups" in key}
+    assert names == {"0.weight", "0.bias", "1.weight", "1.bias", "?0", "?1"}
+    resumed = swapped(small_app())
+    with checkpoint.Manager(tmp_path, every=1) as manager:
+        assert manager.restore(resumed) == 3
+    for each in (app, resumed):
+        train(each, 4)
+    pairs = zip(app["model"].parameters(), resumed["model"].parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)

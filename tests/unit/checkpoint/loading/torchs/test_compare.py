@@ -537,3 +537,19 @@ def test_groups_from_before_an_option_existed_load_where_missing_keys_are_ignore
         for before, after in zip(model.parameters(), fresh.parameters(), strict=True):
             for entry, value in optimizer.state[before].items():
                 assert torch.equal(made.state[after][entry], value)
+
+
+def test_the_remedy_for_numbers_lists_names_in_the_order_of_the_optimizer(tmp_path):
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", {"optimizer": optimizer})
+    with pytest.raises(
+        MismatchError, match=r"\['0\.weight', '0\.bias', '1\.weight', '1\.bias', '2\.weight', '2\.bias'\]"
+    ):
+        checkpoint.load(
+            tmp_path / "c",
+            {"model": model, "optimizer": optimizer},
+            rename={r"^optimizer\.state\.0\.": "optimizer.state.0.weight."},
+        )
