@@ -59,6 +59,7 @@ from shardopt.state.state import (
 )
 from shardopt.state.trainer_optimizers import unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
+from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
@@ -125,6 +126,7 @@ def _descend_container(
     is_of_app = within is None and not isinstance(node, Counter) and node
     if isinstance(node, Mapping) and (has_places or not path or is_of_app):
         _check_mapping(node, path)
+        flat.noted += noted_at(path, node)
         for part, child in node.items():
             _descend(child, (*path, part), partial(setitem, node, part), within, flat)
     elif isinstance(node, MutableMapping) and within is None and not (node or type(node) in (dict, Counter)):
@@ -167,6 +169,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         numbered = _numbered(node, state, flat.names)
         state = state if numbered is None else numbered.named(state)
     target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
+    flat.noted += noted_at(path, target.state, node)
 
     is_partial = target.held_names is not None
     takes_any = takes_any_state(node, target.state)

@@ -73,7 +73,9 @@ def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
     return plain
 
 
-def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
+def names_under_wrappers(
+    stored: Collection[str], own: Collection[str], plain: Collection[str] = frozenset()
+) -> dict[str, str]:
     """Maps names stored with wrappers' parts to a module's current names, as far as they fit.
 
     Where a "module." in a stored name is from cannot be seen any more: it is left out if all names that go on where it
@@ -83,6 +85,7 @@ def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[
     Args:
         stored: all names of one module, as they were stored.
         own: all names that it has, plain.
+        plain: those stored names whose "module." is no wrapper's, as the save has left these out.
     """
     strange = [name for name in stored if name not in own]
     if not may_have_wrappers(strange):
@@ -94,7 +97,10 @@ def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[
             following.setdefault(".".join(segments[:i]), set()).add(segment)
     matches: dict[str, list[str]] = {}
     for name in strange:
-        fitting = (each for each in _shorter(plain_name(name).split("."), following) if each in own)
+        short = plain_name(name)
+        fitting = (
+            each for each in ([short] if name in plain else _shorter(short.split("."), following)) if each in own
+        )
         candidate = next(fitting, None)
         if candidate is not None and candidate not in stored:
             matches.setdefault(candidate, []).append(name)

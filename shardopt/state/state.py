@@ -18,6 +18,7 @@ from shardopt.errors import OptionError, Problem, StateError
 from shardopt.state.names import ParameterNames
 from shardopt.state.param_groups import Groups, Numbered, OptionsByMember, groups_elsewhere, with_options
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, keys_below
+from shardopt.state.versions import Noted
 
 Tied = Mapping[str, str]
 """Name of a parameter → the name it is tied to, possibly on another rank, which stands for both."""
@@ -221,7 +222,8 @@ class FlatState:
     rank: the key under the other name → the key, and the tensor. `names` gives parameters their names. `plain` has the
     values and containers that hold no place for a tensor, by path, with what replaces them: outside of objects, and in
     the state of those that take any. `filled` has what a load has filled containers of the app with, by their ids.
-    `unselected` has the paths of the objects of which `selected` has left nothing.
+    `unselected` has the paths of the objects of which `selected` has left nothing. `noted` has the states with torch's
+    notes of versions.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -233,6 +235,7 @@ class FlatState:
     plain: dict[Path, tuple[Any, Callable[[Any], None]]] = field(default_factory=dict)
     filled: dict[int, Any] = field(default_factory=dict)
     unselected: frozenset[Path] = frozenset()
+    noted: list[Noted] = field(default_factory=list)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}

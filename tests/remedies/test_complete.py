@@ -42,6 +42,7 @@ TEXTS = {
     "to the rate of the schedule, and call save_param": "tests/unit/optim/test_schedule_rates.py follows it",
     "an earlier load or outer step did not end well": "tests/unit/runtime/test_partial_loads.py follows it",
     "call update() once before the load": "tests/unit/optim/test_averaging.py follows it",
+    "run the code of the publisher here": "tests/unit/checkpoint/loading/test_versions.py follows it",
     "where it is cut give each rank two rows": "tests/unit/sharding/test_traceable.py",
     "resumes from what was saved since, and begins": "tests/unit/checkpoint/run/test_restore.py follows it",
     "loaded with strict=False from another algorithm": LINE,

@@ -20,6 +20,7 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
 from shardopt.state.paths import PARAM_GROUPS, Path, join
+from shardopt.state.versions import Versions, plain_roots, renamed_versions
 
 _STATE = "state"
 _log = logging.getLogger("shardopt.checkpoint")
@@ -56,6 +57,7 @@ class Choice:
     left_out: tuple[str, ...] = ()
     stored_per_rank: Mapping[str, str] = field(default_factory=dict)
     renamed: RenameRules | None = None  # that the names have been through by then
+    module_versions: Versions | None = None
 
     @property
     def written(self) -> list[ChosenTensor]:
@@ -127,7 +129,7 @@ def choose(
             tuple(sorted(layout.boxes)),
             new_key[tied[key]] if key in tied else None,
         )
-    own = reader.manifest
+    own, versions = reader.manifest, _versions_of(reader, manifest)
     every = {*own.tensors, *own.values, *own.per_rank, *reader.source.unread, *reader.left_out}
     return Choice(
         reader,
@@ -137,6 +139,7 @@ def choose(
         tuple(sorted(every.difference(stored_as.get(key, key) for key in chosen))),
         {new_key[key]: key for key in per_rank},
         tuple(dict.fromkeys((*(manifest.renamed or ()), *rename.items()))) if rename else manifest.renamed,
+        versions if versions is None or not rename else renamed_versions(versions, new_key),
     )
 
 
@@ -168,7 +171,20 @@ def whole_choice(reader: CheckpointReader) -> Choice:
         for key, each in manifest.tensors.items()
     }
     stored_per_rank = {key: key for key in manifest.per_rank}
-    return Choice(reader, tensors, manifest.values, manifest.per_rank, (), stored_per_rank, manifest.renamed)
+    return Choice(
+        reader,
+        tensors,
+        manifest.values,
+        manifest.per_rank,
+        stored_per_rank=stored_per_rank,
+        renamed=manifest.renamed,
+        module_versions=_versions_of(reader, manifest),
+    )
+
+
+def _versions_of(reader: CheckpointReader, manifest: Manifest) -> Versions | None:
+    versions = manifest.module_versions
+    return plain_roots(versions, manifest.tensors) if versions and reader.source.is_foreign else versions
 
 
 def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:

@@ -51,7 +51,8 @@ def plan_own(
     tied = {key: (each.tied_to, each.path) for key, each in choice.tensors.items() if each.tied_to is not None}
     keeps_per_rank = _keeps_per_rank(choice, world_size, drop_per_rank)
     check_covers(members)
-    plan = SavePlan(Geometry(members, choice.per_rank if keeps_per_rank else {}, tied), world_size)
+    per_rank = choice.per_rank if keeps_per_rank else {}
+    plan = SavePlan(Geometry(members, per_rank, tied, choice.module_versions or {}), world_size)
     values = {rank: _per_rank(choice, rank) if keeps_per_rank else b"" for rank in everyone}
     if save_id is None:
         assigned = [(key, each.boxes, each.writers) for key, each in plan.assigned.items()]

@@ -41,6 +41,7 @@ from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
 from shardopt.state.paths import Path, join
 from shardopt.state.values import decode_value
+from shardopt.state.versions import Versions
 from shardopt.version import WRITER
 
 
@@ -126,6 +127,13 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
 def _decode_writer(wire: Any) -> str:
     if type(wire) is not str:
         raise ValueError("a writer that is no text")
+    return wire
+
+
+def _decode_versions(wire: Mapping[str, Any]) -> Versions:
+    each = [version for by_name in wire.values() for version in by_name.values()]
+    if not all(version is None or type(version) is int for version in each):
+        raise ValueError("a version of a module that is no number")
     return wire
 
 
@@ -241,6 +249,7 @@ _OPTIONAL: Mapping[str, Callable[[Any], Any]] = {
     "seconds": _decode_time,
     "renamed": _decode_renamed,
     "written_by": _decode_writer,
+    "module_versions": _decode_versions,
 }
 """The members of a manifest that some versions did not write."""
 

@@ -24,6 +24,7 @@ from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, grid_cuts
 from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
+from shardopt.state.versions import Versions
 
 RenameRules = tuple[tuple[str, str], ...]
 """The rules of `rename` that names were saved through, in order, each a regex and its replacement."""
@@ -152,6 +153,7 @@ class Manifest:
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
     `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
     known. `written_by` names the library that wrote it and its version, "shardopt 0.1.0"; None where that is not known.
+    `module_versions` are those of the classes of modules; None where there were none, or an older version wrote it.
     """
 
     save_id: str
@@ -165,6 +167,7 @@ class Manifest:
     seconds: float | None = None
     renamed: RenameRules | None = None
     written_by: str | None = None
+    module_versions: Versions | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -210,6 +213,8 @@ def encode_manifest(manifest: Manifest, wires: Values | None = None) -> bytes:
         head["written_by"] = manifest.written_by
     if manifest.renamed is not None:
         head["renamed"] = manifest.renamed
+    if manifest.module_versions is not None:
+        head["module_versions"] = manifest.module_versions
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()

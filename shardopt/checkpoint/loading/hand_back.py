@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
-from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
+from shardopt.state.versions import Noted, note, stored_for
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -17,6 +19,35 @@ _REFUSED = (
     "mend what it says, and load again, which loads everything anew; or leave the object out of the app, and load with "
     'Strictness(unexpected="ignore")'
 )
+
+
+def note_stored_versions(noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str]) -> None:
+    """Notes in states of modules by which versions of their classes the loaded values were saved.
+
+    Args:
+        stored_keys: key of what is loaded → its key in the checkpoint.
+    """
+    for each in noted:
+        note(each, stored_for(each, reader.manifest.module_versions or {}, stored_keys))
+
+
+def refuse_other_versions(noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str]) -> None:
+    """Raises MismatchError for modules of other versions than those here, where no `load_state_dict` would convert.
+
+    Args:
+        stored_keys: as for `note_stored_versions`.
+    """
+    versions, problems = reader.manifest.module_versions or {}, []
+    for each in noted:
+        here = each.versions()
+        remedy = "run the code of the publisher here, or load the step by checkpoint.load(...), which converts"
+        for name, stored in stored_for(each, versions, stored_keys).items():
+            own = here[each.plain_names.get(name, name)]
+            if stored != own:
+                found = f"values by version {stored} of its class"
+                problems.append(Problem(each.key(name) or "the module", found, f"version {own}, as here", remedy))
+    if problems:
+        raise MismatchError("classes of modules have changed; nothing was changed", problems, code="does-not-fit")
 
 
 def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:

@@ -103,6 +103,7 @@ def foreign_under_names_of(
         ),
         values={key: (path_in_app(key, paths.get(key, ()), flat, roots), value) for key, value in values.items()},
         per_rank={named[key]: path_with_tail(path, named[key]) for key, path in manifest.per_rank.items()},
+        module_versions=None if in_order else manifest.module_versions,  # others' names may have wrappers' parts
     )
     names = under_names_of(adapted, flat, select, None)
     old_key = {key: stored.tensors[names.renamed.get(key, key)] for key in names.manifest.tensors}

@@ -17,7 +17,7 @@ from typing import Any
 from shardopt.checkpoint.hosts.finding import opener_on_hosts
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.loading.growing import agreed_growth, growth_here, warn_of_gone
-from shardopt.checkpoint.loading.hand_back import hand_back, warn_of_what_is_left
+from shardopt.checkpoint.loading.hand_back import hand_back, note_stored_versions, warn_of_what_is_left
 from shardopt.checkpoint.loading.init_state import init_unstepped, warn_of_incomplete, without_incomplete_state
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -56,6 +56,7 @@ from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.masters import MastersBeforeLoad
 from shardopt.state.flatten import flatten
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
+from shardopt.state.versions import versions_in
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -352,6 +353,9 @@ def _read(
                 leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
             for each in plan.growing:
                 each.put()
+            versions = plan.reader.manifest.module_versions
+            if versions and (plan.names.renamed or versions != versions_in(plan.flat.noted)):  # else all are as here
+                note_stored_versions(plan.flat.noted, plan.reader, plan.stored_keys())
             hand_back(loaded, options.strictness.lets_objects_differ)
         finally:  # behind the optimizers' own loads, which take marks back before all ranks know how this one ended
             for marked in changing.values():

@@ -100,6 +100,10 @@ class RankPlan:
         self.broadcast = None
         self.request({key: view.pieces for key, view in self.into.items()})
 
+    def stored_keys(self) -> dict[str, str]:
+        """Returns key of what is loaded → its key in the checkpoint."""
+        return {key: self.names.renamed.get(key, key) for key in (*self.match.tensors, *self.match.values)}
+
     def report(self, url: str, is_alone: bool) -> list[Any]:
         """Returns what rank 0 needs of the plan, as JSON for `compare_plans`.
 

@@ -24,6 +24,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.state.names import may_have_wrappers, names_alike, names_under_wrappers
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, is_below, join, lists_with_gaps, nest
 from shardopt.state.state import FlatState, RestoreTarget
+from shardopt.state.versions import root_of
 
 T = TypeVar("T")
 Values = Mapping[str, tuple[Path, Any]]
@@ -36,15 +37,20 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     Raises:
         MismatchError: two stored keys get one name.
     """
-    stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
-    if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
+    stored, versions = (*manifest.tensors, *manifest.values, *manifest.per_rank), manifest.module_versions or {}
+    plain = (
+        {key for key in stored if root_of(key, versions) is not None}
+        if versions and may_have_wrappers(stored)
+        else set()
+    )
+    if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat, plain)):
         values = regroup_values(flat, _spread(manifest.values, flat), manifest.tensors.values())
         return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
     wanted = re.compile(select or "")
     roots = [each.path for each in flat.targets if each.groups is not None]
     objects = roots_in(flat)
     new_key = names_by_rules(manifest, rename or {}, roots)
-    unwrapped = _keys_under_wrappers(new_key.values(), flat)
+    unwrapped = _keys_under_wrappers(new_key.values(), flat, {new_key[key] for key in plain})
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
     stands_for = _aliases_among(new_key.values(), flat)
     # Where the name that stands for another is not stored itself, what is stored under the other is the tensor.
@@ -174,10 +180,13 @@ def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Ren
     return renamed(key)
 
 
-def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, str]:
+def _keys_under_wrappers(keys: Collection[str], flat: FlatState, plain: Collection[str]) -> dict[str, str]:
     """Maps stored keys to the app's keys, where they differ by wrappers that have come or gone.
 
     Names in a module's state are plain when they are saved (`shardopt.state.names`); early checkpoints have all.
+
+    Args:
+        plain: the keys of states that a module gave, which are plain.
     """
     strange = [key for key in keys if key not in flat.leaves]
     unwrapped: dict[str, str] = {}
@@ -186,7 +195,9 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
         if isinstance(target.object, Module) and may_have_wrappers(strange):
             own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
-            unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
+            as_saved = {key.removeprefix(root) for key in plain if key.startswith(root)}
+            found = names_under_wrappers(stored, own, as_saved)
+            unwrapped |= {root + name: root + short for name, short in found.items()}
         elif target.groups is not None or hasattr(target.object, "names_of_averaged_model"):
             unwrapped |= _keys_of_parameters(keys, strange, target, flat)
     return unwrapped

@@ -21,6 +21,7 @@ from shardopt.checkpoint.sources.reading.open_file import ReadRequest
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
+from shardopt.state.versions import renamed_versions
 
 
 def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> CheckpointReader:
@@ -114,7 +115,8 @@ class RearrangedReader(CheckpointReader):
             if bound.keys.get(new) in stored.values
         }
         per_rank = {new: path for new, path in bound.paths.items() if bound.keys.get(new) in stored.per_rank}
-        return replace(stored, tensors=tensors, values=values, per_rank=per_rank)
+        versions = renamed_versions(stored.module_versions or {}, new_of) or None
+        return replace(stored, tensors=tensors, values=values, per_rank=per_rank, module_versions=versions)
 
     def _refuse_unequal_counters(self) -> None:
         """Reads the counters that are joined; raises MismatchError if they differ."""

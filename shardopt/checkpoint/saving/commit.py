@@ -167,6 +167,7 @@ def make_manifest(
         seconds=seconds,
         renamed=renamed,
         written_by=WRITER,
+        module_versions=plan.geometry.versions or None,
     )
     return manifest, encode_manifest(manifest, values)
 

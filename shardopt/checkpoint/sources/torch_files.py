@@ -7,7 +7,7 @@ pytorch_model-00001-of-00002.bin, …         dicts with different keys
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -28,6 +28,7 @@ from shardopt.errors import FormatError, Problem
 from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.values import canonical, encode_value
+from shardopt.state.versions import VERSION, Version, merged, saved_form
 
 _ZIP = b"PK\x03\x04"
 _NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})(?P<suffix>\.\w+)", re.ASCII)
@@ -41,12 +42,15 @@ class _TorchFile(ArchivedTensors):
         with self.reading():
             self.stamp = storage.stamp(name)
             self.nbytes = storage.size(name)
-            state = read_archive(self.read_bytes, 0, self.nbytes, self.where)
+            attributes: list[tuple[dict[Any, Any], Any]] = []
+            state = read_archive(self.read_bytes, 0, self.nbytes, self.where, attributes=attributes)
         if not isinstance(state, dict):
             kind = state.name if isinstance(state, Unknown) else type(state).__name__
             problem = Problem(self.where, f"a {kind}", "a dict by name", "save state_dict() and not the object itself")
             raise FormatError("a file of torch.save has no names in it", [problem])
         self.leaves = dict(leaves_of(state, (), self.where))
+        noted = {id(node): versions for node, own in attributes if (versions := _versions_in(own)) is not None}
+        self.module_versions = dict(_by_place(state, (), noted)) if noted else {}
         self._records = {join(path): leaf for path, leaf in self.leaves.items() if isinstance(leaf, TensorRecord)}
         self.arrays = HeldArrays(storage, name)
         unsummed = [leaf for leaf in self._records.values() if leaf.crc32 is None]
@@ -163,10 +167,31 @@ class TorchSource(Source):
             ),
             tensors=tensors,
             values=grouped,
+            module_versions=merged(file.module_versions for file in self._files) or None,
         )
 
     def open_file(self, number: int, keys: Collection[str] | None = None) -> OpenFile:
         return [*self._files, *self._arrays][number]
+
+
+def _versions_in(attributes: Any) -> dict[str, Version] | None:
+    """Returns the versions that torch has noted in the attributes of a module's state, by name of a module."""
+    notes = attributes.get("_metadata") if isinstance(attributes, dict) else None
+    if not isinstance(notes, dict):
+        return None
+    found = {name: note.get(VERSION) for name, note in notes.items() if isinstance(note, dict)}
+    are_known = all(type(name) is str and (type(each) is int or each is None) for name, each in found.items())
+    return saved_form(found) if are_known else None
+
+
+def _by_place(
+    node: dict[Any, Any], path: Path, noted: Mapping[int, dict[str, Version]]
+) -> Iterator[tuple[str, dict[str, Version]]]:
+    if id(node) in noted:
+        yield join(path), noted[id(node)]
+    for part, child in node.items():
+        if isinstance(child, dict):
+            yield from _by_place(child, (*path, part), noted)
 
 
 def _in_one_box(record: TensorRecord, number: int) -> StoredLayout:

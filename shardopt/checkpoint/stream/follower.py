@@ -15,6 +15,7 @@ import torch
 from shardopt.checkpoint.arguments import optional_count_problem, refuse
 from shardopt.checkpoint.hosts.served import follow_at
 from shardopt.checkpoint.hosts.served_roots import FollowedRoot
+from shardopt.checkpoint.loading.hand_back import refuse_other_versions
 from shardopt.checkpoint.loading.load import compare_with_app
 from shardopt.checkpoint.loading.names import Names, names_as_stored
 from shardopt.checkpoint.loading.names_in_app import names_in_app
@@ -282,6 +283,7 @@ class Follower:
 
     def _staged(self, plan: RankPlan, reader: ChainReader) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
+        refuse_other_versions(plan.flat.noted, plan.reader, plan.stored_keys())
         held = {} if self._is_torn else self._held
         parts = [part_of(request, held) for request in plan.requests]
         staged = Staged(parts, plan.tensors, reader.delta_files, self._memory_bytes)

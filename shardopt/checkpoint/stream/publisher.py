@@ -32,6 +32,7 @@ from shardopt.checkpoint.stream.served import (
 from shardopt.errors import Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, SharedGroup
 from shardopt.runtime.signals import SAVING, WAITING, is_part_of, refuse_within
+from shardopt.state.versions import notes_of, with_notes
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -138,6 +139,7 @@ class Publisher:
             raise RuntimeError("this Publisher was closed; make a new one")
         check_step(step)
         weights = weights_of(model, "model")
+        given, notes = weights.keys(), notes_of(weights)
         refuse_within(f"publishing step {step} to {self._run.root.url}", weights)
         with self._run.ranks.beating():
             self._refuse_earlier(step)
@@ -145,6 +147,8 @@ class Publisher:
             if self._arranged is not None:
                 weights = self._arranged.of(self._run.ranks, weights)
             weights = renamed(weights, self._rename)
+            if weights.keys() == given:  # the notes are by these names
+                weights = with_notes(weights, notes)
             if self._last is None:
                 if self._served is not None:
                     self._served.meet(self._run.ranks)

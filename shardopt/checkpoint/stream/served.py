@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardopt.checkpoint.loading.renaming import renamer
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.errors import OptionError, Problem
+from shardopt.state.versions import notes_of, with_notes
 
 Weights = nn.Module | Mapping[str, Tensor]
 """A module, of which parameters and persistent buffers count; or tensors by name."""
@@ -45,7 +46,7 @@ def rearrange_problems(rearrange: Any) -> list[Problem]:
 
 
 def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
-    """Returns the tensors of a module or mapping by name; tied ones are one object.
+    """Returns the tensors of a module or mapping by name, with notes of versions; tied ones are one object.
 
     Raises:
         OptionError: it is neither, or has something else than tensors.
@@ -55,7 +56,7 @@ def weights_of(model: Any, argument: str) -> dict[str, Tensor]:
     if isinstance(named, Mapping):
         others = [name for name, each in named.items() if not isinstance(name, str) or not isinstance(each, Tensor)]
         if not others or isinstance(model, nn.Module):
-            return {name: each for name, each in named.items() if name not in others}
+            return with_notes({name: each for name, each in named.items() if name not in others}, notes_of(named))
         found = f"{found} with {str(others[0])[:80]!r}: {type(named[others[0]]).__name__}"
     problem = Problem(argument, found, "a module, or tensors by name", "pass the model, or its state_dict()")
     raise OptionError("invalid arguments", [problem])

@@ -122,6 +122,7 @@ PRIVATE_PLACES = {
     "sharding/gradients.py": "DTensor specs and local tensors, torch's search for overrides switched off",
     "sharding/traceable.py": "classes that it is not to see through, and the local tensor of a DTensor",
     "sharding/reduced.py": "only classes: ShardedTensor and its metadata, _StridedShard",
+    "state/versions.py": "the notes of versions in a module's state, which torch keeps there as an attribute",
     "optim/averages/swapping.py": "the places where modules have parameters, which a step looks at without a walk",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "runtime/partial_loads.py": "the parts of our composites, which rooms above have",

@@ -132,6 +132,44 @@ def test_a_module_of_that_name_keeps_it(tmp_path):
     checkpoint.load(tmp_path / "c", {"model": Averaged()})
 
 
+class Doubled(nn.Module):
+    """A wrapper of a program's own, whose attribute has the name of DistributedDataParallel's."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.module = inner
+
+    def forward(self, x):
+        return 2 * self.module(x)
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_wrapper_of_a_program_is_missed_where_it_is_forgotten(tmp_path, within):
+    def app(wraps, name="model"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if wraps and within:
+            model[1] = Doubled(model[1])
+        return {name: Doubled(model) if wraps and not within else model}
+
+    url = tmp_path / "c"
+    checkpoint.save(url, app(True))
+    with pytest.raises(MismatchError, match=r"model\.(1\.)?module\.\S+ found a tensor .* rename="):
+        checkpoint.load(url, app(False))
+    with pytest.raises(MismatchError, match="rename="):
+        checkpoint.load(url, app(False, "net"), rename={"^model": "net"})
+    checkpoint.load(url, app(False), rename={r"\.module\.": "."})
+    checkpoint.save(tmp_path / "plain", app(False))
+    with pytest.raises(MismatchError):
+        checkpoint.load(tmp_path / "plain", app(True))
+    # Of these nobody knows whose the names are.
+    state = app(True)["model"].state_dict()
+    torch.save({"model": state}, tmp_path / "model.pt")
+    checkpoint.save(tmp_path / "state", {"model": state})
+    checkpoint.convert(tmp_path / "model.pt", tmp_path / "converted", to="shardopt")
+    for name in ("model.pt", "state", "converted"):
+        assert checkpoint.load(tmp_path / name, app(False)).renamed
+
+
 def test_names_that_are_one_without_wrappers_are_refused(tmp_path):
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(1))

@@ -31,6 +31,7 @@ from shardopt.sharding.view import view_of
 from shardopt.state.paths import Path
 from shardopt.state.state import FlatState, PerRank
 from shardopt.state.values import encode_value
+from shardopt.state.versions import Versions, versions_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class Description:
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
     declared: Mapping[str, str] = field(default_factory=dict)  # as `FlatState.tied`
     buffers: frozenset[str] = frozenset()  # keys of tensors of which each rank may have other values
+    versions: Versions = field(default_factory=dict)  # of modules
     contents_come_later: bool = False  # with what is written; until then there are none
 
     def geometry_fingerprint(self) -> str:
@@ -58,6 +60,7 @@ class Description:
         for key, first in sorted(self.tied.items()):
             words += (key, first)
         words += ("buffers", *sorted(self.buffers)) if self.buffers else ()
+        words += ("versions", json.dumps(self.versions, sort_keys=True)) if self.versions else ()
         words += (json.dumps({key: encode_path(key, path) for key, path in self.per_rank.items()}), "")
         for key in sorted(self.tensors):
             path, dtype, layout = self.tensors[key]
@@ -86,6 +89,7 @@ class Description:
             "aliases": {key: [first, encode_path(key, path)] for key, (first, path) in self.aliases.items()},
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
             "buffers": sorted(self.buffers),
+            "versions": self.versions,
         }
 
     def values_json(self) -> dict[str, Any]:
@@ -98,12 +102,13 @@ class Geometry:
     """The state of the whole job without values: every tensor with its whole layout.
 
     `tied` has the keys of tensors that are, on every rank, one memory with the member that each is mapped to, or were
-    declared as tied to it.
+    declared as tied to it. `versions` are of modules; of a rank's component there are none.
     """
 
     members: Mapping[str, Member]
     per_rank: Mapping[str, Path]
     tied: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
 
 
 def describe(
@@ -182,6 +187,7 @@ def describe(
         aliases={key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors},
         declared=flat.tied,
         buffers=frozenset() if is_alone else buffers_in(flat, views),
+        versions=versions_in(flat.noted),
     )
 
 
@@ -203,7 +209,8 @@ def geometry_of(description: Description, world_size: int) -> Geometry:
         for key, (path, dtype, layout) in description.tensors.items()
         if key not in tied
     }
-    return Geometry(members, description.per_rank, with_aliases(tied, description.aliases))
+    aliases = with_aliases(tied, description.aliases)
+    return Geometry(members, description.per_rank, aliases, description.versions)
 
 
 def with_aliases(

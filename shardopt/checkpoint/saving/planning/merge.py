@@ -27,6 +27,7 @@ from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
 from shardopt.state.paths import STATE, Path, kinds_differ, tell_path
 from shardopt.state.values import canonical, decode_value, encode_value, united
+from shardopt.state.versions import merged as merged_versions
 
 _DIFFER = "ranks have different things under one key"
 _MAKE_ALIKE = "wrap what is meant to differ in PerRank; or make it the same, or give it another key on each rank"
@@ -97,13 +98,12 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
         raise StateError(_DIFFER, problems, code="ranks-differ")
     tied_to = _tied_on_all(descriptions, members, tensors, merger)
     tied = {key: (first, members[key].path) for key, first in tied_to.items()}
-    aliases: dict[str, tuple[str, Path]] = {}
-    for wire in descriptions:
-        aliases |= {key: (first, decode_path(key, path)) for key, (first, path) in wire["aliases"].items()}
+    declared = chain.from_iterable(wire["aliases"].items() for wire in descriptions)
+    aliases = {key: (first, decode_path(key, path)) for key, (first, path) in declared}
     _refuse_undeclared(aliases, tensors, kinds)
     own = {key: member for key, member in members.items() if key not in tied}
-    geometry = Geometry(own, per_rank, with_aliases(tied, aliases))
-    return MergedGeometry(geometry, kinds_of_key)
+    versions = merged_versions(wire["versions"] for wire in descriptions)
+    return MergedGeometry(Geometry(own, per_rank, with_aliases(tied, aliases), versions), kinds_of_key)
 
 
 def sections_of(

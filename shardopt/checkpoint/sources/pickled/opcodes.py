@@ -77,3 +77,8 @@ REFUSED = {
     0x98: "READONLY_BUFFER",
 }
 """The opcodes that no pickler of protocols 2 to 5 writes, or only for objects that are not read here."""
+
+LATEST_PROTOCOL = 5
+PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 has the names of that time
+MOST_NAME_CHARACTERS = 1000
+MOST_GLOBALS = 4096

@@ -25,10 +25,6 @@ _MOST_ARGUMENTS_PER_BYTE = 4
 _SPARE_ARGUMENTS = 4096
 _UNSIGNED_2, _UNSIGNED_4 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
 _SIZED = (str, bytes, list, tuple, dict, set, ByteArray)
-_LATEST_PROTOCOL = 5
-_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 has the names of that time
-_MOST_NAME_CHARACTERS = 1000
-_MOST_GLOBALS = 4096
 
 
 def unpickle(
@@ -36,6 +32,7 @@ def unpickle(
     where: str,
     known: Mapping[str, Callable[..., Any] | Any],
     persistent: Callable[[Any], Any] | None = None,
+    attributes: list[tuple[dict[Any, Any], Any]] | None = None,
 ) -> Any:
     """Returns the object that a pickle describes. Imports, looks up and calls only what `known` has.
 
@@ -47,11 +44,11 @@ def unpickle(
             what it returns gets state, if the pickle has any, when it is a `StandIn`. Anything else is the value of
             its global. A mapping whose `__missing__` raises refuses what it does not have.
         persistent: called with each persistent id, as known callables are; without it a pickle with one is refused.
+        attributes: gets each dict that has some, and these.
 
     Returns:
         None, bool, int, float, str, bytes, list, tuple, dict and set as they were, what `known` and `persistent`
-        returned, and an `Unknown` in the place of all else. Attributes of a dict (in those of modules torch notes
-        versions) are left out. Nothing holds itself, or is nested deeper than `bounds.MOST_DEPTH`.
+        returned, and an `Unknown` for all else. Nothing holds itself, or is nested deeper than `bounds.MOST_DEPTH`.
 
     Raises:
         CorruptionError: the bytes are no pickle.
@@ -67,6 +64,8 @@ def unpickle(
             fault = f"no valid pickle ({type(error).__name__} at byte {machine.at})"
             raise damaged(where, fault) from error
         check_result(result, len(data), where)
+    if attributes is not None:
+        attributes += machine.attributes
     return result
 
 
@@ -89,6 +88,7 @@ class _Machine:
         self.known = known
         self.persistent = persistent
         self.globals: dict[tuple[str, str], Any] = {}
+        self.attributes: list[tuple[dict[Any, Any], Any]] = []
         self.keys = Keys(len(data))
         self.arguments_left = _SPARE_ARGUMENTS + _MOST_ARGUMENTS_PER_BYTE * len(data)
 
@@ -112,9 +112,8 @@ class _Machine:
         name = opcodes.REFUSED.get(code)
         if name is None:
             return damaged(self.where, f"no valid pickle (byte {code:#x} at {self.at - 1} is no opcode)")
-        problem = Problem(
-            self.where, f"the opcode {name}", "a pickle of protocol 2 to 5", "save it again with torch.save"
-        )
+        found, required = f"the opcode {name}", "a pickle of protocol 2 to 5"
+        problem = Problem(self.where, found, required, "save it again with torch.save")
         return FormatError("a pickle has an operation that is not read here", [problem])
 
     # Bytes of the pickle.
@@ -146,7 +145,7 @@ class _Machine:
         return taken
 
     def line(self) -> str:
-        end = self.data.index(b"\n", self.at, self.at + _MOST_NAME_CHARACTERS)
+        end = self.data.index(b"\n", self.at, self.at + opcodes.MOST_NAME_CHARACTERS)
         taken = self.data[self.at : end].decode()
         self.at = end + 1
         return taken
@@ -155,7 +154,7 @@ class _Machine:
 
     def op_proto(self) -> None:
         protocol = self.number_1()
-        if protocol > _LATEST_PROTOCOL:
+        if protocol > opcodes.LATEST_PROTOCOL:
             problem = Problem(self.where, f"protocol {protocol}", "2 to 5", "save it again with torch.save")
             raise FormatError("a pickle is of a newer protocol", [problem])
 
@@ -328,16 +327,16 @@ class _Machine:
 
     def op_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str or len(module) + len(name) > _MOST_NAME_CHARACTERS:
+        if type(name) is not str or type(module) is not str or len(module) + len(name) > opcodes.MOST_NAME_CHARACTERS:
             raise TypeError("a global without a name")
         self.stack.append(self.find(module, name))
 
     def find(self, module: str, name: str) -> Any:
         found = self.globals.get((module, name))
         if found is None:
-            if len(self.globals) >= _MOST_GLOBALS:
+            if len(self.globals) >= opcodes.MOST_GLOBALS:
                 raise ValueError("globals without end")
-            full = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
+            full = f"{opcodes.PYTHON_2_MODULES.get(module, module)}.{name}"
             try:
                 stand_in = self.known[full]
             except KeyError:
@@ -384,7 +383,9 @@ class _Machine:
         if isinstance(top, StandIn):
             top.build(state)
             self.stack[-1] = top.settled()
-        elif not isinstance(top, Unknown | dict):
+        elif isinstance(top, dict):
+            self.attributes.append((top, state))
+        elif not isinstance(top, Unknown):
             raise TypeError("state for what has none")
 
     def op_binpersid(self) -> None:
