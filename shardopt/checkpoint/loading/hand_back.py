@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
@@ -11,7 +11,7 @@ from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
-from shardopt.state.versions import Noted, note, stored_for
+from shardopt.state.versions import Noted, note, stored_for, versions_in
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -21,14 +21,24 @@ _REFUSED = (
 )
 
 
-def note_stored_versions(noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str]) -> None:
+def note_stored_versions(
+    noted: Sequence[Noted],
+    reader: CheckpointReader,
+    renamed: Mapping[str, str],
+    stored_keys: Callable[[], Mapping[str, str]],
+) -> None:
     """Notes in states of modules by which versions of their classes the loaded values were saved.
 
     Args:
-        stored_keys: key of what is loaded → its key in the checkpoint.
+        renamed: whether anything is, if not empty.
+        stored_keys: returns key of what is loaded → its key in the checkpoint.
     """
+    versions = reader.manifest.module_versions
+    if not versions or (not renamed and versions == versions_in(noted)):  # all by the versions that are here
+        return
+    keys = stored_keys()
     for each in noted:
-        note(each, stored_for(each, reader.manifest.module_versions or {}, stored_keys))
+        note(each, stored_for(each, versions, keys))
 
 
 def refuse_other_versions(noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str]) -> None:

@@ -56,7 +56,6 @@ from shardopt.runtime.torch_private import out_of_inference_mode
 from shardopt.sharding.masters import MastersBeforeLoad
 from shardopt.state.flatten import flatten
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, Tied
-from shardopt.state.versions import versions_in
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -353,9 +352,7 @@ def _read(
                 leaves[key].replace(PerRank(stored, leaves[key].value.on_resize))
             for each in plan.growing:
                 each.put()
-            versions = plan.reader.manifest.module_versions
-            if versions and (plan.names.renamed or versions != versions_in(plan.flat.noted)):  # else all are as here
-                note_stored_versions(plan.flat.noted, plan.reader, plan.stored_keys())
+            note_stored_versions(plan.flat.noted, plan.reader, plan.names.renamed, plan.stored_keys)
             hand_back(loaded, options.strictness.lets_objects_differ)
         finally:  # behind the optimizers' own loads, which take marks back before all ranks know how this one ended
             for marked in changing.values():
