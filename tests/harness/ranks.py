@@ -44,6 +44,7 @@ PRELOADED = [
     "safetensors.torch",
     # torch's own table of optimizers: two seconds. It opens a GPU, and what has one open cannot be forked.
     *([] if torch.cuda.device_count() else ["tests.support.cases"]),
+    "tests.docs.run_page",  # with YAML's package: a sixth of what the block of a page takes
     "tests.support.fake_rank",
     "tests.support.layouts",
     "tests.support.placement",

@@ -46,6 +46,13 @@ def loaded_modules():
     return {name for name in ("torch._dynamo", "torch.distributed.fsdp", "shardopt") if name in sys.modules}
 
 
+def left_of_the_servers_use():
+    """What ranks find of the use of torch in the server: numbers drawn, groups, threads."""
+    state, groups = torch.get_rng_state(), len(dist.distributed_c10d._world.pg_map)
+    torch.manual_seed(torch.initial_seed())
+    return torch.equal(state, torch.get_rng_state()), groups, threading.active_count()
+
+
 def fail_on(bad_rank):
     if dist.get_rank() == bad_rank:
         print("a word before the end")
@@ -195,6 +202,11 @@ def test_ranks_without_a_process_group():
 
 def test_ranks_find_torch_loaded():
     assert run_ranks(1, loaded_modules, backend=None) == [{"torch._dynamo", "torch.distributed.fsdp", "shardopt"}]
+
+
+def test_ranks_find_nothing_of_a_job_in_the_server():
+    """Which has used torch once: see preloaded.py. A thread is that of `die_with_parent`."""
+    assert run_ranks(1, left_of_the_servers_use, backend=None) == [(True, 0, 2)]
 
 
 def test_four_ranks_are_quick():
