@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from torch.testing._internal.common_optimizers import optim_db
 
 import shardopt
 from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, GradientError
-from tests.support.cases import option_sets
+from tests.support.cases import INFOS, option_sets
 
 STEPS = 8
 SHAPES = {
@@ -25,7 +24,7 @@ MORE = [
     ("tensor lr", {"lr": torch.tensor(0.02, dtype=torch.float64)}),
     ("large lr", {"lr": 3.0, "weight_decay": 0.01}),
 ]
-INFO = next(info for info in optim_db if info.optim_cls is torch.optim.Adafactor)
+INFO = INFOS["Adafactor"]
 OPTIONS = [
     pytest.param({**options, "foreach": foreach}, id=f"{desc}-foreach={foreach}".replace(" ", "_"))
     for desc, options in [*option_sets("Adafactor"), *MORE]

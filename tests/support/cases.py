@@ -1,11 +1,29 @@
 """Every elementwise algorithm with every CPU option set of torch's own database and every implementation it has."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
-from torch.testing._internal.common_optimizers import optim_db
+from torch.testing._internal.opinfo.core import DecorateInfo
 
 from shardopt.algorithms import algorithms, spec_of
 
+
+def _database():
+    """Torch's table of optimizers, without that of all operators, of which it wants one class: more than a second."""
+    operators = ModuleType("torch.testing._internal.common_methods_invocations")
+    operators.DecorateInfo = DecorateInfo
+    if sys.modules.setdefault(operators.__name__, operators) is not operators:
+        operators = None  # somebody has it already
+    from torch.testing._internal.common_optimizers import optim_db
+
+    if operators is not None:
+        del sys.modules[operators.__name__]
+    return optim_db
+
+
+optim_db = _database()
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 # SparseAdam takes none of the gradients that the others are given; it is in tests/numerics/test_sparse.py.
 ELEMENTWISE = [spec.name for spec in algorithms() if spec.elementwise and spec.takes_dense]
