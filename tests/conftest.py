@@ -35,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("exhaustive")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Makes no items of what is exhaustive, which are more than a third: a second in each worker."""
+    yield
+    if not metafunc.config.getoption("--exhaustive"):
+        usual = [call for call in metafunc._calls if not any(mark.name == "exhaustive" for mark in call.marks)]
+        metafunc._calls = usual or metafunc._calls
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--exhaustive"):
         return
