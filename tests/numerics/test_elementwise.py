@@ -21,7 +21,7 @@ from tests.support.cases import (
     astray,
     refused,
 )
-from tests.support.fake_rank import boxes_of, fake_rank, shard
+from tests.support.fake_rank import KeptRank, boxes_of, shard
 from tests.support.layout_runs import (
     LAYOUTS,
     MIXED,
@@ -91,8 +91,16 @@ def rows():
                     )
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """A rank for the tests of steps, which follow one another."""
+    rank = KeptRank()
+    yield rank
+    rank.close()
+
+
 @pytest.mark.parametrize(("name", "options", "dtype", "ranks", "layouts", "looking"), list(rows()))
-def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, looking, request):
+def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, looking, request, kept):
     reason = refused(name, options, dtype)
     full = request.config.getoption("--exhaustive")
     # The steps before which `init_state` is called; unit/optim/test_init_state.py has all options.
@@ -100,23 +108,24 @@ def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, loo
     looking = range(ranks) if full else sorted({*looking})
     for names in layouts:
         if reason is not None:
-            refuses_as_torch(name, options, names, dtype, reason)
+            refuses_as_torch(name, options, names, dtype, reason, kept)
             continue
         if astray(name, options, dtype):
-            with fake_rank(0, 2), pytest.raises(AlgorithmError, match="fused SGD would be wrong"):
+            kept.at(0, 2)
+            with pytest.raises(AlgorithmError, match="fused SGD would be wrong"):
                 our_run(name, options, names, dtype, Place(0, 2)).steps()
             continue
         undivided = torch_run(name, options, names, dtype, whole)
         for rank in looking:
-            with fake_rank(rank, ranks):
-                place = Place(rank, ranks)
-                boxes = torch_run(name, options, names, dtype, lambda *of, at=place: local_tensors(at(*of))[0])
-                for early in calls:
-                    ours = our_run(name, options, names, dtype, place)
-                    ours.steps(before=lambda step, of=ours, at=early: of.optimizer.init_state() if step in at else None)
-                    for layout in names:
-                        is_torchs(name, ours, boxes, layout)
-                        goes_with_the_whole(name, options, dtype, ours, undivided, layout)
+            kept.at(rank, ranks)
+            place = Place(rank, ranks)
+            boxes = torch_run(name, options, names, dtype, lambda *of, at=place: local_tensors(at(*of))[0])
+            for early in calls:
+                ours = our_run(name, options, names, dtype, place)
+                ours.steps(before=lambda step, of=ours, at=early: of.optimizer.init_state() if step in at else None)
+                for layout in names:
+                    is_torchs(name, ours, boxes, layout)
+                    goes_with_the_whole(name, options, dtype, ours, undivided, layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -144,11 +153,12 @@ def test_torchs_fused_sgd_in_16_bits_is_still_astray(dtype):
     assert not optimizer.state_dict()["state"]["w"]["momentum_buffer"].any()
 
 
-def refuses_as_torch(name, options, names, dtype, reason):
+def refuses_as_torch(name, options, names, dtype, reason, kept):
     refusals = (AssertionError, RuntimeError, TypeError, ValueError)
     with pytest.raises(refusals, match=reason):
         torch_run(name, options, names, dtype, whole)
-    with fake_rank(0, 2), pytest.raises((*refusals, AlgorithmError), match=reason):
+    kept.at(0, 2)
+    with pytest.raises((*refusals, AlgorithmError), match=reason):
         our_run(name, options, names, dtype, Place(0, 2)).steps()
 
 
@@ -188,17 +198,14 @@ def goes_with_the_whole(name, options, dtype, ours, full, layout):
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE_CASES)
-def test_state_is_divided_among_ranks(name, options):
+def test_state_is_divided_among_ranks(name, options, kept):
     """Bytes on a rank of four, of the state of an evenly sharded parameter: 1/4 but for the counters."""
-    with fake_rank(3, 4) as mesh:
-        bytes_held = []
-        for tensor in (torch.ones(64, 64), shard(torch.ones(64, 64), mesh, *LAYOUTS["even"].placements)):
-            optimizer = shardopt.keyed(name, {"w": torch.nn.Parameter(tensor)}, **options)
-            optimizer.init_state()
-            state = [
-                local for own in optimizer.state.values() for value in own.values() for local in local_tensors(value)
-            ]
-            bytes_held.append(sum(local.nbytes for local in state))
+    mesh, bytes_held = kept.at(3, 4), []
+    for tensor in (torch.ones(64, 64), shard(torch.ones(64, 64), mesh, *LAYOUTS["even"].placements)):
+        optimizer = shardopt.keyed(name, {"w": torch.nn.Parameter(tensor)}, **options)
+        optimizer.init_state()
+        state = [local for own in optimizer.state.values() for value in own.values() for local in local_tensors(value)]
+        bytes_held.append(sum(local.nbytes for local in state))
     alone, one_of_four = bytes_held
     keeps = any(entry.kind is Kind.PARAMETER for entry in spec_of(name).entries(optimizer.param_groups[0]))
     assert (alone > 64 * 64) == keeps
@@ -207,20 +214,20 @@ def test_state_is_divided_among_ranks(name, options):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_the_layouts_are_what_they_are_called(ranks):
+def test_the_layouts_are_what_they_are_called(ranks, kept):
     start = values(torch.float32)[0]
     for rank in range(ranks):
-        with fake_rank(rank, ranks):
-            place = Place(rank, ranks)
-            laid_out = {name: place(start[name], name) for name in LAYOUTS}
-            for name, tensor in laid_out.items():
-                parts = boxes_of(start[name], tensor)
-                (local,) = local_tensors(tensor)
-                assert torch.equal(local, parts[0]) if parts else local.numel() == 0
-            assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])
-            assert (local_tensors(laid_out["empty"])[0].numel() == 0) == (rank > 0)
-            assert "_StridedShard" in repr(laid_out["strided"].placements)
-            assert laid_out["grid"].device_mesh.ndim == 2
+        kept.at(rank, ranks)
+        place = Place(rank, ranks)
+        laid_out = {name: place(start[name], name) for name in LAYOUTS}
+        for name, tensor in laid_out.items():
+            parts = boxes_of(start[name], tensor)
+            (local,) = local_tensors(tensor)
+            assert torch.equal(local, parts[0]) if parts else local.numel() == 0
+        assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])
+        assert (local_tensors(laid_out["empty"])[0].numel() == 0) == (rank > 0)
+        assert "_StridedShard" in repr(laid_out["strided"].placements)
+        assert laid_out["grid"].device_mesh.ndim == 2
 
 
 class Whole(torch.optim.SGD):
@@ -230,14 +237,13 @@ class Whole(torch.optim.SGD):
         raise NotImplementedError
 
 
-def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(monkeypatch):
+def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(monkeypatch, kept):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     name = register(AlgorithmSpec(Whole, "Whole", elementwise=False, why_not="it looks at all of it")).name
     shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(4, 4))})
-    with fake_rank(0, 2) as mesh:
-        sharded = {"w": torch.nn.Parameter(shard(torch.zeros(4, 4), mesh, *LAYOUTS["even"].placements))}
-        with pytest.raises(AlgorithmError, match="w: found a sharded parameter under " + name) as caught:
-            shardopt.keyed(name, sharded)
+    sharded = {"w": torch.nn.Parameter(shard(torch.zeros(4, 4), kept.at(0, 2), *LAYOUTS["even"].placements))}
+    with pytest.raises(AlgorithmError, match="w: found a sharded parameter under " + name) as caught:
+        shardopt.keyed(name, sharded)
     assert spec_of(name).why_not in str(caught.value)
 
 

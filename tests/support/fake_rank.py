@@ -5,7 +5,7 @@ communication may be looked at here.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,26 @@ def fake_rank(rank: int, ranks: int, shape: Sequence[int] | None = None) -> Iter
     """A CPU mesh as this rank of so many sees it; one-dimensional unless a shape is given."""
     with as_rank(rank, ranks):
         yield init_device_mesh("cpu", tuple(shape or (ranks,)))
+
+
+class KeptRank:
+    """A fake rank that stays while the same one is asked for, and with it what torch has worked out for its meshes."""
+
+    def __init__(self) -> None:
+        self._stack, self._asked = ExitStack(), (0, 0)
+
+    def at(self, rank: int, ranks: int) -> DeviceMesh:
+        """Makes this process one rank of so many; returns a CPU mesh of one dimension."""
+        if self._asked != (rank, ranks):
+            self.close()
+            self._stack.enter_context(as_rank(rank, ranks))
+            self._asked = rank, ranks
+        return init_device_mesh("cpu", (ranks,))
+
+    def close(self) -> None:
+        """Makes this process no rank."""
+        self._asked = 0, 0
+        self._stack.close()
 
 
 def redistributed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
