@@ -126,7 +126,8 @@ def worst(results):
     ],
 )
 def test_every_placement_is_torchs_step(ranks, desc, dtype):
-    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc], dtype))
+    """Three steps of few iterations; all iterations are exhaustive, below."""
+    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc] | {"max_iter": 6}, dtype))
     assert value <= (1e-5 if dtype is torch.float32 else 1e-9), key
 
 
