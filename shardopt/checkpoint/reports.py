@@ -97,6 +97,8 @@ class LoadReport(OfUrl):
         rename_rules: the rules of `rename` that the names in the app have been through: those recorded in the
             checkpoint, and those given. None if there are neither.
         merged: keys of state of table rows that was stored for other parts of the columns (`Strictness(row_state=)`).
+        frozen: the stored keys of the options of parameters that were frozen in the optimizers that were saved; None
+            where that is not known.
     """
 
     url: str
@@ -115,6 +117,7 @@ class LoadReport(OfUrl):
     save_seconds: float | None = None
     rename_rules: tuple[tuple[str, str], ...] | None = None
     merged: tuple[str, ...] = ()
+    frozen: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

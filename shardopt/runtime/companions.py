@@ -6,6 +6,7 @@ An optimizer does not know them. A save looks here whether one of them is not in
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,11 +30,7 @@ def step_along(
     optimizer: Optimizer, companion: Any, mark: str, before: Callable[..., Any], after: Callable[..., Any]
 ) -> Callable[[], None]:
     """Calls a companion before and after each step of an optimizer, once; returns a function that ends this."""
-
-    def end() -> None:
-        remove_step_hooks(optimizer, before, after)
-        _of.get(optimizer, WeakKeyDictionary[Any, str]()).pop(companion, None)
-
+    end = partial(part, optimizer, companion, before, after)
     end()
     note_companion(optimizer, companion, mark)
     optimizer.register_step_pre_hook(before)
@@ -44,6 +41,12 @@ def step_along(
 def are_noted() -> bool:
     """Whether anything goes along with any optimizer."""
     return bool(_of)
+
+
+def part(optimizer: Optimizer, companion: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """Ends that a companion is called before and after each step of an optimizer."""
+    remove_step_hooks(optimizer, before, after)
+    _of.get(optimizer, WeakKeyDictionary[Any, str]()).pop(companion, None)
 
 
 def companions_of(optimizer: Optimizer) -> dict[Any, str]:

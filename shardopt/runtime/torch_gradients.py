@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -263,15 +263,24 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def loads_buffer(module: nn.Module, name: str, value: Tensor) -> bool:
-    """Whether a class of module has a hook by which it loads this value, of another shape, into its own buffer.
+def loads_other_shape(module: nn.Module, name: str, value: Tensor) -> bool:
+    """Whether a class of module has a hook by which it loads this value, of another shape than its own tensor.
 
+    A buffer takes the shape of the value. A parameter keeps its own, as where position embeddings are interpolated.
     A copy of the module tries it, and may raise errors of any kind.
     """
-    has_hook = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    if not has_hook or name not in dict(module.named_buffers(recurse=False)):
+    if type(module)._load_from_state_dict is nn.Module._load_from_state_dict:
         return False
-    trial, errors = copy.deepcopy(module), list[str]()
+    errors, missing = list[str](), list[str]()
+    if name in module._buffers:
+        trial = copy.deepcopy(module)
+        place: dict[str, Any] = trial._buffers
+    else:
+        trial = copy.copy(module)  # a parameter may be of a whole model
+        place = {**module._parameters, name: copy.deepcopy(module._parameters[name])}
+        trial._parameters = place
+    own = place[name]
     with torch.no_grad():
-        trial._load_from_state_dict({name: value}, "", {}, False, [], [], errors)
-    return not errors and dict(trial.named_buffers(recurse=False))[name].shape == value.shape
+        trial._load_from_state_dict({name: value}, "", {}, True, missing, [], errors)
+    taken = place[name].shape == value.shape if name in module._buffers else trial._parameters[name] is own
+    return taken and not errors and name not in missing

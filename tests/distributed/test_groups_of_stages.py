@@ -112,6 +112,10 @@ def fewer_groups(path, declared):
     saved.step()
     checkpoint.save(path, {"optimizer": saved})
     checkpoint.load(path, {"optimizer": loaded}, init_state=True)
+    params[min(params)].requires_grad_(False)
+    checkpoint.async_save(f"{path}-frozen", {"optimizer": saved}).result()
+    frozen = checkpoint.load(f"{path}-frozen", {"optimizer": loaded}).frozen
+    assert {*frozen} == {"optimizer.param_groups.embed.weight", "optimizer.param_groups.head.weight"}  # of both
     return {name: group["lr"] for group in loaded.state_dict()["param_groups"] for name in group["params"]}
 
 

@@ -124,6 +124,12 @@ def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
     return rules
 
 
+def _decode_frozen(wire: Any) -> tuple[str, ...]:
+    if type(wire) is not list or not all(type(key) is str for key in wire):
+        raise ValueError("frozen parameters that are no list of keys")
+    return tuple(wire)
+
+
 def _decode_writer(wire: Any) -> str:
     if type(wire) is not str:
         raise ValueError("a writer that is no text")
@@ -250,6 +256,7 @@ _OPTIONAL: Mapping[str, Callable[[Any], Any]] = {
     "renamed": _decode_renamed,
     "written_by": _decode_writer,
     "module_versions": _decode_versions,
+    "frozen": _decode_frozen,
 }
 """The members of a manifest that some versions did not write."""
 

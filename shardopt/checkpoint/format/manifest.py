@@ -154,6 +154,8 @@ class Manifest:
     `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
     known. `written_by` names the library that wrote it and its version, "shardopt 0.1.0"; None where that is not known.
     `module_versions` are those of the classes of modules; None where there were none, or an older version wrote it.
+    `frozen` are the parameters of optimizers that had no gradient, by the keys of their options; None where that is not
+    known.
     """
 
     save_id: str
@@ -168,6 +170,7 @@ class Manifest:
     renamed: RenameRules | None = None
     written_by: str | None = None
     module_versions: Versions | None = None
+    frozen: tuple[str, ...] | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -215,6 +218,8 @@ def encode_manifest(manifest: Manifest, wires: Values | None = None) -> bytes:
         head["renamed"] = manifest.renamed
     if manifest.module_versions is not None:
         head["module_versions"] = manifest.module_versions
+    if manifest.frozen is not None:
+        head["frozen"] = manifest.frozen
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()

@@ -22,14 +22,14 @@ from shardopt.checkpoint.loading.schedules import schedule_problems
 from shardopt.checkpoint.loading.tied import extent
 from shardopt.checkpoint.loading.torchs.compare import problems_of_torchs
 from shardopt.checkpoint.loading.torchs.made_state import of_other_algorithms
-from shardopt.checkpoint.loading.torchs.resized_buffers import resized_buffer
+from shardopt.checkpoint.loading.torchs.resized import resized_tensor
 from shardopt.checkpoint.rearrange.row_state import RowState
 from shardopt.checkpoint.saving.planning.tied import tied_in
 from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_problem
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state.paths import Index, Path, is_below, join, keys_below, lists_differ, tell_path
+from shardopt.state.paths import STATE, Index, Path, is_below, join, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
@@ -120,7 +120,7 @@ def compare(
             found = _match_value(key, leaf, flat, view, names.manifest, match, world_size)
         else:
             shape = tensor.layout.shape
-            resized = None if view.shape == shape else resized_buffer(leaf, shape, flat)
+            resized = None if view.shape == shape else resized_tensor(leaf, shape, flat)
             if resized is not None:
                 match.values[key], view = resized, view_of(resized, key)
             found = _match_tensor(key, view, tensor, match, strictness, names)
@@ -232,7 +232,7 @@ def _match_tensor(
                 remedy += ', or with Strictness(dtype="cast")'
             if shape != view.shape and 0 in view.shape:
                 remedy += "; of what grows as a run goes on keep a list of tensors, which gets what is stored"
-            if shape != view.shape and strictness.choice_for_missing(key) != "raise":
+            if shape != view.shape and (strictness.choice_for_missing(key) != "raise" or STATE in tensor.path):
                 remedy += f", or leave it as it is with {_skip_of(names.renamed.get(key, key))}"
             required = describe_tensor(view.shape, view.dtype)
             return Problem(key, describe_tensor(shape, dtype), required, remedy)

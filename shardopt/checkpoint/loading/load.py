@@ -253,6 +253,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         merged=tuple(match.merged),
         save_seconds=manifest.seconds,
         rename_rules=manifest.renamed if rules is None else rules.been_through,
+        frozen=manifest.frozen,
     )
     if match.merged:
         log_merged(report.url, match.merged)

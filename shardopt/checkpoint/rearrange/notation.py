@@ -268,10 +268,6 @@ class Name:
         return re.compile(pattern)
 
     @cached_property
-    def _with_entry(self) -> re.Pattern[str]:
-        return re.compile(rf"(?P<name>{self._pattern.pattern})(?P<after>\..+)")
-
-    @cached_property
     def _literal(self) -> str:
         """The longest text that every such name contains, for a quick check of a key."""
         return max(_PLACEHOLDER.split(self.text)[::2], key=len)
@@ -284,21 +280,14 @@ class Name:
         """
         if self._literal not in key:
             return None
-        begins = _begins(key, path)
-        for begin in begins:
-            found = self._pattern.fullmatch(key, begin)
-            if found is not None:
-                return self._found(key, begin, found.groups(), "", found[0])
-        in_state = False
+        begins, in_state = _begins(key, path), False
         for begin in begins:
             in_state = in_state or key.endswith("state.", 0, begin)
-            found = self._with_entry.fullmatch(key, begin) if in_state else None
-            if found is not None:
-                return self._found(key, begin, found.groups()[1:-1], found["after"], found["name"])
+            for end in _ends(key, begin, begins, len(path) == 1) if in_state else (len(key),):
+                found = self._pattern.fullmatch(key, begin, end)
+                if found is not None:
+                    return Found(key[:begin], dict(zip(self.fields, found.groups(), strict=True)), key[end:], found[0])
         return None
-
-    def _found(self, key: str, begin: int, values: Sequence[str], after: str, name: str) -> Found:
-        return Found(key[:begin], dict(zip(self.fields, values, strict=True)), after, name)
 
     def fill(self, fields: Mapping[str, str]) -> str:
         """Returns the name with these texts in place of its placeholders."""
@@ -313,6 +302,17 @@ def _begins(key: str, path: Path) -> list[int]:
         begins.append(at)
         at += len(str(part)) + 1
     return begins
+
+
+def _ends(key: str, begin: int, begins: Sequence[int], is_flat: bool) -> list[int]:
+    """Returns where a name below "state" may end, the likeliest first, as {*rest} takes all that is before.
+
+    What follows is an entry: further parts of the path, or the last segment of a path of one part.
+    """
+    segments = [i for i in range(len(key) - 1, begin, -1) if key[i] == "."]
+    if is_flat:
+        return [*segments, len(key)]
+    return [*(each - 1 for each in begins if each > begin), len(key), *segments]
 
 
 def renamed_path(path: Path, begin: int, length: int, name: str) -> Path:

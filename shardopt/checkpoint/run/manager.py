@@ -295,9 +295,9 @@ class Manager:
         `load(..., init_state=True)`. Rank 0 logs what was restored at INFO, or prints it without logging configured.
 
         Args:
-            step: rewinds the run to this step, which must be whole. What was saved after it leaves the run, for this
-                job and all later restores. The run continues on a new branch, and may save the same steps again. Only
-                to look at a step, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
+            step: rewinds the run to this whole step. What was saved after it leaves the run, for this job and later
+                restores. The run continues on a new branch, and may save the same steps again. `requires_grad` stays as
+                it is. Only to look, `checkpoint.load(manager.path(step), app, init_state=True)`. None: the newest.
             branch: the branch to look for checkpoints on, a key of `abandoned_steps`; None for that of the run.
             newer: what happens to checkpoints that were saved after `step`. "abandon" leaves them in place, ignored by
                 the run and its rules. "remove" removes them, once this one is loaded.
@@ -343,8 +343,8 @@ class Manager:
             restored = self._steps.restore(load_from, step, branch, newer, required, rename)
         if run.ranks.rank == 0:
             announce(run.root.tell_none() if restored is None else summary_of(restored, select))
-            loaded = () if restored is None else restored.report.loaded
-            self._steps.warnings.of_restored(self._steps.restored_step, app, loaded, is_whole=select is None)
+            report = None if restored is None else restored.report
+            self._steps.warnings.of_restored(self._steps.restored_step, app, report, is_whole=select is None)
         return 0 if restored is None else restored.id.step
 
     @is_part_of(WAITING)

@@ -259,6 +259,13 @@ class Planning:
             contents = self._summary(self.planned.plan.geometry.members)
         return (values, contents) if values is not None or contents else None
 
+    def frozen(self) -> Sequence[str]:
+        """Returns this rank's frozen parameters if it is to report them: the first rank of each kind."""
+        if not self.description.frozen or self._ranks.rank == 0:
+            return self.description.frozen
+        kinds = unpack_kinds(self.comparison.kinds) if self.comparison.kinds else []
+        return self.description.frozen if any(kind[0] == self._ranks.rank for kind in kinds) else ()
+
     def per_rank(self) -> bytes | None:
         """Returns the values that this rank has for itself, encoded; None if no rank has any."""
         return json.dumps(self.description.own_values).encode() if self.planned.plan.geometry.per_rank else None

@@ -128,6 +128,7 @@ def make_manifest(
     unchanged: Unchanged | None = None,
     seconds: float | None = None,
     renamed: RenameRules | None = None,
+    frozen: tuple[str, ...] | None = None,
 ) -> tuple[Manifest, bytes]:
     """Makes the manifest of a checkpoint from all ranks' reports of their files; returns it, and its bytes.
 
@@ -138,6 +139,7 @@ def make_manifest(
         unchanged: what ranks refer to an earlier save for; None where that is nothing.
         seconds: how long the save took until now; None where that says nothing of another.
         renamed: the rules of `rename` that the names have been through since the run began; None where it is not known.
+        frozen: the keys of frozen parameters of optimizers; None where it is not known.
 
     Raises:
         CheckpointError: a rank wrote other files than those that were assigned to it.
@@ -166,6 +168,7 @@ def make_manifest(
         metrics=metrics or {},
         seconds=seconds,
         renamed=renamed,
+        frozen=frozen,
         written_by=WRITER,
         module_versions=plan.geometry.versions or None,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.metrics import first_given, numbers_of
@@ -233,7 +234,7 @@ def save_described(
         written, committed = ranks.agree(
             call,
             work=write,
-            report=lambda written: [written.files, written.parts, planning.report(), here.metrics],
+            report=lambda written: [written.files, written.parts, planning.report(), here.metrics, planning.frozen()],
             decide=lambda reports: _commit(target, save_id, planning, reports, options, begin),
         )
         if committed["drifted"]:
@@ -326,7 +327,7 @@ def _commit(
     begin: float,
 ) -> dict[str, Any]:
     """Commits the files that all ranks report, unless replicas have drifted; on rank 0."""
-    files, parts, states, given = zip(*reports, strict=True)
+    files, parts, states, given, frozen = zip(*reports, strict=True)
     metrics = first_given(given)
     values, drifted, buffers = planning.judge(states)
     if drifted:
@@ -345,6 +346,7 @@ def _commit(
         unchanged=unchanged,
         seconds=world().monotonic() - begin,
         renamed=options.renamed,
+        frozen=tuple(dict.fromkeys(chain.from_iterable(frozen))),
     )
     with wrap_os_errors(f"commit {target.storage.url}"):
         published = target.publish(manifest, data)

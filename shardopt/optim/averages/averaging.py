@@ -36,7 +36,7 @@ from shardopt.optim.averages.tensors import (
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
-from shardopt.runtime.companions import step_along
+from shardopt.runtime.companions import companions_of, part, step_along
 from shardopt.runtime.signals import CHANGING, is_part_of
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard
@@ -227,10 +227,14 @@ class Averaging:
 
         Steps that a GradScaler skips do not count; to know it of torch's fused optimizers waits for the device.
         Attached twice is once. Of several optimizers attach to the one that steps last: each counts. Copies are not.
+        These replace averages of this model that were made before its parameters changed.
 
         Returns:
             A function that ends this.
         """
+        for other in companions_of(optimizer):
+            if isinstance(other, Averaging) and other._model is self._model and other._places.others():
+                part(optimizer, other, other._before_step, other._after_step)
         return step_along(optimizer, self, AVERAGING, self._before_step, self._after_step)
 
     def _before_step(self, *unused: Any) -> None:
@@ -364,7 +368,7 @@ class Averaging:
 
     def _pairs(self) -> Iterator[Pair]:
         """Yields each average with its local tensor. Averages follow weights that moved to another device."""
-        refuse_replaced(self._places.replaced(also_modules=self.n_averaged == 0))
+        refuse_replaced(dict.fromkeys(self._places.replaced(also_modules=self.n_averaged == 0), ""))
         tensors = self._tensors()
         for name, averages in self._averages.items():
             weights = local_tensors(tensors[name]) if name in tensors else ()

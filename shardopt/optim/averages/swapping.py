@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -136,23 +136,40 @@ class Places:
         now = {id(param) for param in self._model.parameters()}
         return [name for name, param in self._params.items() if id(param) not in now]
 
-    def refuse_others(self) -> None:
-        """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
+    def others(self) -> dict[str, str]:
+        """Returns the names of parameters that the model has not, or has and are not averaged. Local.
+
+        Each with the name that an averaged one has in the model now; "" for none.
+        """
         reshard(self._model.modules())
         now = by_plain_name(self._model, self._model.named_parameters())
-        refuse_replaced(name for name in {**self._params, **now} if self._params.get(name) is not now.get(name))
+        names = {id(param): name for name, param in now.items()}
+        others = (name for name in {**self._params, **now} if self._params.get(name) is not now.get(name))
+        return {name: names.get(id(self._params.get(name)), "") for name in others}
+
+    def refuse_others(self) -> None:
+        """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
+        refuse_replaced(self.others())
 
     def _are_as_seen(self) -> bool:
         return all(of_module.get(name) is param for of_module, name, param in self._seen)
 
 
-def refuse_replaced(names: Iterable[str]) -> None:
-    """Raises StateError if parameters were replaced: their averages would follow what nobody trains."""
+def refuse_replaced(names: Mapping[str, str]) -> None:
+    """Raises StateError if parameters were replaced: their averages would follow what nobody trains.
+
+    Args:
+        names: of such parameters, each with the name that it has in the model now; "" for none.
+    """
     remedy = (
-        "make the averages again where the model changes: state = ema.state_dict() before, then "
-        "EMA(model).load_state_dict(state, strict=False)"
+        "make the averages again where the model changes: state = ema.state_dict() before; then ema = EMA(model), "
+        "ema.load_state_dict(state, strict=False) and ema.attach(optimizer). What has another name now keeps its "
+        'average if you rename its key: state["state"][new] = state["state"].pop(old)'
     )
-    texts = "another parameter in the model, or none, or none that is averaged", "the one that is averaged", remedy
-    problems = [Problem(name, *texts) for name in names]
+    other = "another parameter in the model, or none, or none that is averaged"
+    problems = [
+        Problem(name, f"it under the name {now!r}" if now else other, "the one that is averaged", remedy)
+        for name, now in names.items()
+    ]
     if problems:
         raise StateError("a model has changed", problems, code="averages")

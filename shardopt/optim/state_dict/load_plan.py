@@ -6,6 +6,7 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
@@ -226,7 +227,8 @@ class LoadPlan:
                 key,
                 f"shape {there.shape}",
                 f"{here.shape}",
-                "load what was saved for a parameter of this global shape; shapes are never broadcast",
+                "load what was saved for a parameter of this global shape; shapes are never broadcast. Or begin "
+                f'without it: checkpoint.load(..., skip=r"{re.escape(key.rpartition(".")[0])}\\.")',
             )
             return
         if any(local.is_meta for local in given):

@@ -6,6 +6,7 @@ import gc
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import shardopt
@@ -819,6 +820,44 @@ def test_averages_of_a_model_that_has_grown_are_not_saved_without_the_new_layer(
     assert grown.n_averaged == 1
     grown.update()
     assert torch.equal(grown.state_dict()["state"]["3.weight"]["ema"], model[3].weight)
+
+
+def test_new_averages_replace_those_that_a_grown_model_has_left_and_no_others(tmp_path, caplog):
+    model = normed()[:1]
+    optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=0.1)
+    old, another = shardopt.EMA(model, 0.5), shardopt.EMA(normed()[:1], 0.5)
+    for each in (old, another):
+        each.attach(optimizer)
+    state = old.state_dict()
+    model.append(torch.nn.Linear(4, 1))
+    optimizer.add_param_group({"params": dict(model[1].named_parameters("1"))})
+    new, slow = shardopt.EMA(model, 0.5), shardopt.EMA(model, 0.9)
+    new.load_state_dict(state, strict=False)
+    for each in (new, slow):
+        each.attach(optimizer)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    assert [each.n_averaged for each in (old, another, new, slow)] == [0, 1, 1, 1]
+    checkpoint.save(tmp_path / "one", {"model": model, "optimizer": optimizer, "new": new, "slow": slow, "x": another})
+    assert "not in the app" not in caplog.text
+
+
+def test_the_average_of_a_weight_that_has_another_name_now_is_kept_by_its_key():
+    model = normed()
+    ema = shardopt.EMA(model, 0.5)
+    ema.update()
+    state = ema.state_dict()
+    before = state["state"]["0.weight"]["ema"].clone()
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    found = r"0\.weight: found it under the name '0\.weight_orig'; .*\[new\] = state\[\"state\"\]\.pop\(old\)"
+    with pytest.raises(StateError, match=found):
+        ema.state_dict()
+    with torch.no_grad():
+        model[0].weight_orig += 1
+    ema = shardopt.EMA(model, 0.5)
+    state["state"]["0.weight_orig"] = state["state"].pop("0.weight")
+    ema.load_state_dict(state, strict=False)
+    assert torch.equal(ema.state_dict()["state"]["0.weight_orig"]["ema"], before)
 
 
 def test_torchs_calls_are_taken_or_refused_by_name():

@@ -2,8 +2,8 @@
 
 A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha:
 their moments are saved, and their values are not, so that a resume would give the moments to new values. And parameters
-that are not trained, though they were: a layer that the script unfreezes once, at a step before the restored one, stays
-frozen in a resumed run.
+that are frozen and were not, or were and are not: what the script freezes or unfreezes once, at a step before the
+restored one, a resumed run has as it was made.
 
 Only rank 0 looks, while the others go on to what all ranks do: what it stumbles over ends no training.
 """
@@ -11,7 +11,7 @@ Only rank 0 looks, while the others go on to what all ranks do: what it stumbles
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,9 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import address_of
+from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
+from shardopt.checkpoint.saving.planning.frozen import is_frozen, members_of
 from shardopt.runtime.torch_gradients import shards_of
-from shardopt.sharding.gradients import is_moved_by_backward
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
@@ -118,15 +119,15 @@ class AppWarnings:
                 )
 
     @_harmless()
-    def of_restored(self, step: int | None, app: Mapping[str, Any], loaded: Collection[str], is_whole: bool) -> None:
+    def of_restored(self, step: int | None, app: Mapping[str, Any], report: LoadReport | None, is_whole: bool) -> None:
         """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed.
 
         Args:
             step: that was restored; None for none.
-            loaded: keys.
+            report: of its load; None for none.
             is_whole: whether the app is all that the run saves.
         """
-        counted = app.get("step") if "step" in loaded else None
+        counted = app.get("step") if report is not None and "step" in report.loaded else None
         if type(counted) is int and counted != step:
             _log.warning(
                 'app["step"] is %d, and the step that was restored %d: its directory was renamed, or it was saved so. '
@@ -135,8 +136,8 @@ class AppWarnings:
             )
         found = objects_in({**app})
         self._compare_rates(found, warns=False)
-        if step is not None:
-            warn_of_frozen(found)
+        if report is not None:
+            warn_of_frozen(found, report)
         if is_whole and not (self._has_saved or self._unheld):
             self._unheld = warn_of_unheld(found)
 
@@ -191,21 +192,53 @@ def _manages_collisions(module: Module) -> bool:
     return ("MCHManagedCollisionModule", "torchrec") in names
 
 
-def warn_of_frozen(found: Found) -> None:
-    """Logs a warning for each optimizer with state, of steps that were made, of parameters that are frozen. Local."""
-    for key, optimizer in _optimizers(found).items():
-        frozen = [
-            name
-            for each in children_of(optimizer)
-            for name, own in _named(each, False)
-            if _has_stepped(each.state.get(own)) and not is_moved_by_backward(own)
-        ]
-        if frozen:
-            _log.warning(
-                "%s has made steps of %d parameters that are frozen now, such as %s: if the run unfroze them at a "
-                "step, set requires_grad again before the loop; requires_grad is not saved [optimizer-state]",
-                *(key, len(frozen), frozen[0]),
-            )
+def warn_of_frozen(found: Found, report: LoadReport | None = None) -> None:
+    """Logs a warning for each optimizer with parameters that are frozen and were not when it was saved, or reversely.
+
+    Of a checkpoint that does not say which were, it tells of frozen ones that have made steps. Local.
+
+    Args:
+        report: of the load; only what was loaded is compared.
+    """
+    optimizers = [(path, each) for path, each in found if isinstance(each, Optimizer)]
+    if report is None or report.frozen is None:
+        for path, optimizer in optimizers:
+            _tell_of_frozen(join(path), _frozen_with_steps(optimizer), [])
+        return
+    members = {join(path): list(members_of(path, optimizer)) for path, optimizer in optimizers}
+    stored = {key: report.renamed.get(key, key) for own in members.values() for key, _, _ in own}
+    noted = set(report.frozen)
+    are_known = noted.issubset(stored.values())  # else they may be these under other names, and were frozen too
+    for place, own in members.items():
+        if any(key.startswith(f"{place}.") for key in report.loaded):
+            froze = [name for key, name, each in own if is_frozen(each) and stored[key] not in noted and are_known]
+            thawed = [name for key, name, each in own if not is_frozen(each) and stored[key] in noted]
+            _tell_of_frozen(place, froze, thawed)
+
+
+def _frozen_with_steps(optimizer: Any) -> list[str]:
+    return [
+        name
+        for each in children_of(optimizer)
+        for name, own in _named(each, False)
+        if _has_stepped(each.state.get(own)) and is_frozen(own)
+    ]
+
+
+def _tell_of_frozen(key: str, froze: Sequence[str], thawed: Sequence[str]) -> None:
+    again = "again before the loop; requires_grad is not saved [optimizer-state]"
+    if froze:
+        _log.warning(
+            "%s has trained %d parameters that are frozen now, such as %s: if the run unfroze them at a step, call "
+            "requires_grad_(True) %s",
+            *(key, len(froze), froze[0], again),
+        )
+    if thawed:
+        _log.warning(
+            "%s trains %d parameters that were frozen when this step was saved, such as %s: if the run froze them at "
+            "a step, call requires_grad_(False) %s",
+            *(key, len(thawed), thawed[0], again),
+        )
 
 
 def _has_stepped(state: Mapping[str, Any] | None) -> bool:

@@ -21,6 +21,7 @@ from shardopt.checkpoint.format.tensor_bytes import (
 )
 from shardopt.checkpoint.format.values import encode_path, pack
 from shardopt.checkpoint.saving.planning.app_tensors import buffers_in, check_optimizers
+from shardopt.checkpoint.saving.planning.frozen import frozen_in
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas, Contents, contents_of
 from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
@@ -52,6 +53,7 @@ class Description:
     buffers: frozenset[str] = frozenset()  # keys of tensors of which each rank may have other values
     versions: Versions = field(default_factory=dict)  # of modules
     contents_come_later: bool = False  # with what is written; until then there are none
+    frozen: Sequence[str] = ()  # as `frozen_in`
 
     def geometry_fingerprint(self) -> str:
         """Returns a hash that is equal for equal tensors in equal places, on two ranks or in two saves."""
@@ -188,6 +190,7 @@ def describe(
         declared=flat.tied,
         buffers=frozenset() if is_alone else buffers_in(flat, views),
         versions=versions_in(flat.noted),
+        frozen=frozen_in(flat),
     )
 
 

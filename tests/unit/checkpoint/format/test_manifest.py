@@ -62,7 +62,8 @@ def manifests(draw):
     metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
     seconds = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
     writer = draw(st.none() | st.just("shardopt 0.1.0"))
-    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds, written_by=writer)
+    noted = {"written_by": writer, "frozen": draw(st.none() | st.lists(st.text(max_size=3), max_size=2).map(tuple))}
+    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds, **noted)
 
 
 def plain(manifest):
@@ -72,7 +73,7 @@ def plain(manifest):
         for key, (path, dtype, layout, tied_to, _) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    beside = manifest.saved_at, manifest.metrics, manifest.seconds, manifest.written_by
+    beside = manifest.saved_at, manifest.metrics, manifest.seconds, manifest.written_by, manifest.frozen
     return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,9 +184,9 @@ def test_a_layer_that_is_frozen_again_after_a_resume_is_told_of(tmp_path, caplog
             manager.save(step, app)
     app = make()
     checkpoint.Manager(tmp_path).restore(app)
-    lines = [each for each in caplog.messages if "frozen now" in each]
-    name = "one of shape (2, 2)" if kind == "torch" else "0.weight"
-    said = f"optimizer has made steps of 2 parameters that are frozen now, such as {name}: "
+    lines = [each for each in caplog.messages if "frozen" in each]
+    name = {"torch": "one of shape (2, 2)", "combined": "all.0.weight"}.get(kind, "0.weight")
+    said = f"optimizer has trained 2 parameters that are frozen now, such as {name}: "
     assert [line.startswith(said) for line in lines] == [True] * unfrozen
 
 
@@ -231,3 +232,66 @@ def test_a_layer_that_is_replaced_in_mid_run_leaves_the_names_of_the_others(tmp_
         train(each, 4)
     pairs = zip(app["model"].parameters(), resumed["model"].parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def frozen_at(tmp_path, kind, step=2):
+    """Saves the steps 1 to 3 of a run that freezes its first layer after this step; returns its app."""
+    app = with_layers(kind)
+    with checkpoint.Manager(tmp_path, stage="now") as manager:
+        for app["step"] in (1, 2, 3):
+            app["model"][0].requires_grad_(app["step"] <= step)
+            app["model"](torch.ones(1, 2)).sum().backward()
+            app["optimizer"].step()
+            app["optimizer"].zero_grad()
+            manager.save(app["step"], app)
+    return app
+
+
+def with_layers(kind, names=("0", "1")):
+    model = nn.Sequential(OrderedDict((name, nn.Linear(2, 2)) for name in names))
+    return {"model": model, "optimizer": OPTIMIZERS[kind](model), "step": 0}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_layer_that_is_not_frozen_again_is_told_of_and_one_that_is_is_not(tmp_path, caplog, kind):
+    app = frozen_at(tmp_path, kind)
+    name = {"torch": "one of shape (2, 2)", "combined": "all.0.weight"}.get(kind, "0.weight")
+    thawed = f"optimizer trains 2 parameters that were frozen when this step was saved, such as {name}: "
+    froze = f"optimizer has trained 2 parameters that are frozen now, such as {name}: "
+
+    def told(app, **choices):
+        caplog.clear()
+        with checkpoint.Manager(tmp_path) as manager:
+            manager.restore(app, **choices)
+        return [each for each in caplog.messages if "frozen" in each]
+
+    fresh = with_layers(kind)
+    assert told(fresh, select="^step$") == []  # before the script knows what to freeze
+    fresh["model"][0].requires_grad_(False)
+    assert told(fresh) == []
+    (line,) = told(with_layers(kind))
+    assert line.startswith(thawed) and "requires_grad_(False) again" in line
+    (line,) = told(app, step=2)  # a rewind in the process that has frozen it
+    assert line.startswith(froze) and "requires_grad_(True) again" in line
+    app["model"][0].requires_grad_(True)
+    assert told(app) == []
+
+
+def test_frozen_layers_under_new_names_are_known_by_the_rules_of_rename(tmp_path, caplog):
+    frozen_at(tmp_path, "keyed")
+    for freezes in (False, True):
+        app = with_layers("keyed", ("first", "1"))
+        app["model"][0].requires_grad_(not freezes)
+        caplog.clear()
+        checkpoint.Manager(tmp_path).restore(app, rename={r"\b0\.(weight|bias)": r"first.\1"})
+        assert ("were frozen" in caplog.text, "frozen now" in caplog.text) == (not freezes, False)
+
+
+def test_a_checkpoint_that_does_not_say_what_was_frozen_is_told_of_by_its_steps(tmp_path, caplog):
+    app = frozen_at(tmp_path, "keyed")
+    report = checkpoint.load(tmp_path / "step-00000003", app)
+    assert {*report.frozen} == {"optimizer.param_groups.0.bias", "optimizer.param_groups.0.weight"}
+    assert checkpoint.load(tmp_path / "step-00000002", app).frozen == ()
+    caplog.clear()
+    app_warnings.warn_of_frozen(app_warnings.objects_in(app), replace(report, frozen=None))
+    assert "has trained 2 parameters that are frozen now" in caplog.text

@@ -1,5 +1,7 @@
 """Rearranging on the way in: strict, with the state of optimizers, and training resumes as it would have."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.rearrange import Drop, Rule, Tie, inverse, rearranged
+from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.errors import CorruptionError, MismatchError, OptionError
 from tests.harness import run_ranks
 
@@ -213,6 +216,63 @@ def test_state_without_its_parameter_is_refused(tmp_path):
     app = with_optimizer(params(a__q=(4, 3), a__k=(2, 3)))
     path = saved(tmp_path / "it", {"optimizer": app["optimizer"]})
     assert all("only state" in problem for problem in problems_of(path, JOIN).values())
+
+
+@pytest.mark.parametrize("kind", ["keyed", "torch"])
+def test_the_rest_of_a_name_ends_before_an_entry_of_state(tmp_path, kind):
+    def made(*names, experts=False):
+        model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in names})
+        if experts:
+            model["e"] = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(2)])
+        if kind == "keyed":
+            optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ema = shardopt.EMA(model)
+        ema.attach(optimizer)
+        return {"model": model, "optimizer": optimizer, "ema": ema}
+
+    old = made("ffn", experts=True)
+    sum(each.square().sum() for each in old["model"].parameters()).backward()
+    old["optimizer"].step()
+    path = saved(tmp_path / "one", old)
+    new = made("mlp", "again", "e")
+    new["model"]["e"].weight = nn.Parameter(torch.zeros(2, 4, 4))
+    del new["optimizer"]
+    stacked = Rule("e.{e}.{*rest}", "e.{*rest}", "o i -> e o i")
+    rules = [Rule("ffn.{*rest}", "mlp.{*rest}"), Tie("mlp.{*rest}", "again.{*rest}"), stacked]
+    if kind == "keyed":
+        new["optimizer"] = shardopt.keyed("adamw", new["model"].named_parameters(), lr=0.1)
+    else:
+        new["optimizer"] = torch.optim.AdamW(new["model"].parameters(), lr=0.1)
+    new["ema"] = shardopt.EMA(new["model"])
+    is_tied = re.compile(r"again|param_groups|^optimizer\.state\.1\.")
+    checkpoint.load(path, new, rearrange=rules, init_state=True, strict=checkpoint.Strictness(missing=is_tied))
+    was, now = old["model"], new["model"]
+    assert torch.equal(now["mlp"].weight, was["ffn"].weight) and torch.equal(now["again"].weight, was["ffn"].weight)
+    assert torch.equal(now["e"].weight, torch.stack([each.weight for each in was["e"]]))
+    states = new["optimizer"].state
+    assert torch.equal(states[now["mlp"].weight]["exp_avg"], old["optimizer"].state[was["ffn"].weight]["exp_avg"])
+    assert states[now["e"].weight]["exp_avg"].all() and states[now["e"].weight]["step"] == 1
+    averages = new["ema"].state_dict()["state"]
+    assert torch.equal(averages["mlp.weight"]["ema"], was["ffn"].weight)
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "before", "found", "after"),
+    [
+        (("o", "state", "a.b.w", "GG", 0), "a.{*r}", "o.state.", "a.b.w", ".GG.0"),
+        (("o.state.a.b.w.exp_avg",), "a.{*r}", "o.state.", "a.b.w", ".exp_avg"),
+        (("m", "a.b.w"), "a.{*r}", "m.", "a.b.w", ""),
+        (("state", "m", "a.b.w"), "a.{*r}", "state.m.", "a.b.w", ""),
+        (("m.a.b.w",), "{*r}", "", "m.a.b.w", ""),
+        (("o", "state", "w", "exp_avg"), "{n}", "o.state.", "w", ".exp_avg"),
+    ],
+)
+def test_where_names_end(path, name, before, found, after):
+    key = ".".join(map(str, path))
+    match = Name(name).find(key, path)
+    assert (match.before, match.name, match.after) == (before, found, after)
 
 
 def test_ties(tmp_path):
