@@ -6,15 +6,21 @@ and the rank gets an error, in whatever line it is. So the save after which the 
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
 import os
 import select
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from shardopt.runtime.signals import listened
 from shardopt.world import world
+
+_log = logging.getLogger("shardopt")
 
 
 def shield_workers(loader: DataLoader[Any]) -> None:
@@ -24,7 +30,7 @@ def shield_workers(loader: DataLoader[Any]) -> None:
     when its rank is gone. Sets `loader.worker_init_fn`, which then calls the one that it had.
 
     Call it on each rank before the loader is iterated. `sampler.through(loader)`, `ResumableLoader`, the Trainer's
-    callback and our `Accelerator` do it by themselves where a `Manager` has `stop_on`.
+    callback and our `Accelerator` do it by themselves where a `Manager` has `stop_on`, and `RankPosition` always.
 
     Args:
         loader: torch's DataLoader, or a subclass; nothing changes without workers.
@@ -38,6 +44,31 @@ def shield_if_listening(loader: Any) -> None:
     """As `shield_workers`, where the loader is a DataLoader and this process listens for a signal to stop."""
     if isinstance(loader, DataLoader) and listened():
         shield_workers(loader)
+
+
+def warn_of_workers() -> bool:
+    """Warns of workers of DataLoaders that a signal to this rank's process group would end; returns whether there are.
+
+    Only where this process listens for a signal. Workers are known by the name that torch gives them.
+    """
+    if not listened():
+        return False
+    children = [each.pid for each in multiprocessing.active_children() if each.pid is not None]
+    workers = [each for each in children if _is_unshielded_worker(each)]
+    if workers:
+        _log.warning(
+            "%d workers of a DataLoader are in the process group of their rank: they get its signals too, as torchrun "
+            "sends them, and a rank that waits for their batch then fails before it has saved. Call "
+            "shardopt.data.shield_workers(loader) before the loader is iterated [data-position]",
+            len(workers),
+        )
+    return bool(workers)
+
+
+def _is_unshielded_worker(pid: int) -> bool:
+    with suppress(OSError):  # it has ended, or this is no Linux
+        return Path(f"/proc/{pid}/comm").read_text().startswith("pt_data_worker") and os.getpgid(pid) == os.getpgid(0)
+    return False
 
 
 class _Shield:

@@ -18,6 +18,7 @@ import os
 import re
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -33,8 +34,8 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.data.random_state import RandomState
 from shardopt.data.sampler import refuse_any_order, require_dealt
 from shardopt.data.workers import shield_if_listening
-from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
-from shardopt.integrations.loader import position_of
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, MismatchError, OptionError, Problem
+from shardopt.integrations.loader import Positioned, position_of
 from shardopt.integrations.optimizers import add_objects, make_keyed, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0, removal_told
 from shardopt.ranks import ranks_of
@@ -43,6 +44,7 @@ __all__ = ["Accelerator"]
 
 _log = logging.getLogger("shardopt")
 _REMEDY = "give `prepare` one of torch.optim's that has not stepped, together with its model; it is keyed there"
+_ACCELERATES = re.compile(r"(optimizer|scheduler|sampler|scaler|random_states|custom_checkpoint)(_\d+)?\.(bin|pt|pkl)")
 _NOT_STATEFUL = (
     "leave it out, and read the begun epoch from `accelerator.skip_first_batches(loader, batches)`; or register a "
     "shardopt.integrations.loader.ResumableLoader, or torchdata's ResumableStatefulLoader, without preparing it"
@@ -101,6 +103,10 @@ class Accelerator(accelerate.Accelerator):
         }
         for each in self._dataloaders:
             shield_if_listening(each)
+        if self.gradient_state.sync_with_dataloader:
+            for each in (*(entries or {}).values(), *self._custom_objects):
+                if isinstance(each, Positioned) and len(each) % self.gradient_accumulation_steps:
+                    _tell_of_rest(len(each), self.gradient_accumulation_steps)
         app: dict[str, Any] = {"random": RandomState(on_resize="keep"), "accelerator": _State(self, state)}
         add_objects(app, "model", [self.unwrap_model(model) for model in self._models])
         add_objects(app, "optimizer", require_keyed(self._optimizers, _REMEDY))
@@ -159,6 +165,8 @@ class Accelerator(accelerate.Accelerator):
                 raise CheckpointNotFoundError("there is nothing to load", [problem])
             path = f"{path}/{saved[-1]}"
             self.project_configuration.iteration = _number_of(saved[-1]) + 1
+        if ranks_of(None).rank == 0:
+            _tell_of_accelerates_files(path)
         checkpoint.load(path, self.app(), init_state=True)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
@@ -270,6 +278,9 @@ class _State(FrameworkState):
     def state_dict(self) -> dict[str, Any]:
         if not self._owner.sync_gradients:
             _tell_of_gradients()
+        at = self._owner.gradient_state
+        if at.in_dataloader and at.end_of_dataloader:
+            _tell_of_last_batch()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -299,3 +310,35 @@ def _tell_of_gradients() -> None:
         "a state of the Accelerator between the batches of one step: the gradients accumulated so far are not in it, "
         "and a resume makes the step without them; save where accelerator.sync_gradients is True [framework]"
     )
+
+
+@cache
+def _tell_of_rest(batches: int, steps: int) -> None:
+    _log.warning(
+        "an epoch has %d batches, and a step accumulates %d: the last step of an epoch takes batches of the next one. "
+        "Accelerate makes a step at the end of an epoch of its own loaders, and not of this. Where an epoch ends, do "
+        "not wait for accelerator.sync_gradients; or make the batches of an epoch a multiple of %d [framework]",
+        *(batches, steps, steps),
+    )
+
+
+@cache
+def _tell_of_last_batch() -> None:
+    _log.info(
+        "a state at the last batch of an epoch, which its loader has not counted yet: a resume from it reads the next "
+        "epoch in the order of this one. Call loader.set_epoch(epoch) in each epoch, or save behind the loop"
+    )
+
+
+def _tell_of_accelerates_files(path: str) -> None:
+    """Warns of files of Accelerate's own `save_state` beside the weights, which are all that is read there. Local."""
+    names: list[str] = []
+    with suppress(OSError, CheckpointError):
+        names = storage_of(path).names()
+    others = sorted(name for name in names if _ACCELERATES.fullmatch(name))
+    if others and MANIFEST_NAME not in names:
+        _log.warning(
+            "%s is a folder of Accelerate's own, of which %s are not read: only its weights are. Load it with "
+            "accelerate.Accelerator to resume, or load the weights alone by checkpoint.load(path, model) [framework]",
+            *(path, ", ".join(others)),
+        )

@@ -16,9 +16,10 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardopt.data.sampler import ResumableSampler, refuse_any_order
-from shardopt.data.workers import shield_if_listening
+from shardopt.data.workers import shield_if_listening, shield_workers
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.loader import Positioned, rest_of_epoch, sampler_of
+from shardopt.state.paths import all_but
 from shardopt.state.state import PerRank
 
 
@@ -93,8 +94,11 @@ class RankPosition:
     What opens the loader for a save, or opens it again after a load, leaves torch's random numbers on the CPU as they
     were: beside a `RandomState`, dropout goes on as if nothing had been.
 
+    Signals to the process group of the rank, as those of torchrun, pass the loader's workers by
+    (`shardopt.data.shield_workers`). A load with another `num_workers` is refused: each worker has a state of its own.
+
     Args:
-        loader: whose position is saved and restored.
+        loader: whose position is saved and restored; not iterated yet.
         rank, ranks: of those that the data is dealt to, as for `shardopt.ResumableSampler`. They are in the key of the
             position; others are refused. None for all ranks of the job.
 
@@ -104,6 +108,7 @@ class RankPosition:
 
     def __init__(self, loader: StatefulDataLoader[Any], *, rank: int | None = None, ranks: int | None = None) -> None:
         self._loader, self._key = loader, "position"
+        shield_workers(loader)  # always: a loader may be opened, as by a load, before a Manager listens
         if rank is not None or ranks is not None:
             if rank is None or ranks is None or not 0 <= rank < ranks:
                 raise ValueError(f"rank: found {rank} of {ranks}; required 0 to ranks - 1; pass both, counted from 0")
@@ -115,7 +120,7 @@ class RankPosition:
 
     def state_dict(self) -> dict[str, Any]:
         with torch.random.fork_rng(devices=[]):  # a loader that is not open is opened, which draws a seed
-            return {self._key: PerRank(self._loader.state_dict())}
+            return {self._key: _Position(self._loader.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Resumes where the state was taken; the loader must be iterated again."""
@@ -124,6 +129,23 @@ class RankPosition:
         loader._get_iterator = MethodType(_get_iterator, loader)
         if left is not None:  # a loop over it would go on where it was, and the next save tell another position
             left._next_data = _refuse_to_go_on
+
+
+class _Position(PerRank):
+    """The state of a loader, which another number of workers cannot take."""
+
+    __slots__ = ()
+
+    def check(self, key: str, stored: Any) -> Problem | None:
+        here, there = _workers_of(self.value), _workers_of(stored)
+        if here == there:
+            return None
+        remedy = f"set num_workers={there} of the loader; or load all else: select={all_but(key)}"
+        return Problem(key, f"the position of {there} workers", f"that of num_workers={here}", remedy)
+
+
+def _workers_of(state: Any) -> Any:
+    return state.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers", 0)
 
 
 def _get_iterator(loader: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS, Silence
 from shardopt.ranks.connections.join import STORE_SECONDS, Entry, leader_key, withdraw, within
 from shardopt.ranks.connections.message_hub import Share
 from shardopt.ranks.connections.node import Node
-from shardopt.ranks.failures import BY_VERSION, describe, different_calls, merge, numbered_in_group
+from shardopt.ranks.failures import BY_VERSION, describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.lost import Lost, Witness, lost_text
 from shardopt.runtime.stores import Store, StoreError
 from shardopt.version import __version__
@@ -32,6 +33,7 @@ T = TypeVar("T")
 Decide = Callable[[list[Any]], tuple[Any, Sequence[Share]]]
 """Takes the reports of all ranks; returns the decision, and the sections that only some ranks get."""
 
+_log = logging.getLogger("shardopt")
 _TOGETHER_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 1.0
 _RECORD_SECONDS = 3.0  # in which rank 0 asks where those are that it has given up, and writes it down
@@ -214,6 +216,7 @@ class Channel:
                         for rank in silent
                     ]
                     return lost_text(lost, self.deadline_seconds)
+            self._tell_of_wait(watch, missing)
             self._witness.look_at_store()
             return None
 
@@ -267,6 +270,7 @@ class Channel:
         if left is not None and (answer := self._witness.recorded(left.name, self.deadline_seconds)):
             return answer  # rank 0 had taken this rank, and has found another dead
         if not watch.silent({0: signs}):
+            self._tell_of_wait(watch, [0])
             return None
         session = node.session if node.tree.leader or not hub.answered else None
         if session is not None and (answer := self._witness.recorded(session.name, self.deadline_seconds)):
@@ -336,6 +340,16 @@ class Channel:
                 found = look(watch)
             if found is not None:
                 return found
+
+    def _tell_of_wait(self, watch: Silence, missing: Sequence[int]) -> None:
+        """Logs once which ranks have been waited for long, and are in no call of ours."""
+        long = {abs(each) for each in watch.long_silent()}.intersection(missing)
+        if long:
+            _log.warning(
+                "%s: waiting for %s; every rank must make this call. An error follows after %g s without a sign of "
+                "life [rank-lost]",
+                *(self.call, names_of(sorted(self.members[rank] for rank in long)), self.deadline_seconds),
+            )
 
     def _check_node(self) -> None:
         above, failure = self.node.hub.above, self.node.failure

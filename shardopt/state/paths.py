@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,11 @@ Path = tuple[str | int, ...]
 def join(path: Path) -> str:
     """Joins the parts of a path by dots to its key."""
     return ".".join(map(str, path))
+
+
+def all_but(key: str) -> str:
+    """Returns the regex, as it is written, that finds all keys but those beside this one, and below its parent."""
+    return f'r"^(?!{re.escape(key.rpartition(".")[0] or key)}(\\.|$))"'
 
 
 def is_below(path: Path, *roots: Path) -> bool:

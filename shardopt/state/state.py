@@ -132,6 +132,10 @@ class PerRank:
     value: Any
     on_resize: Literal["raise", "keep"] = "raise"
 
+    def check(self, key: str, stored: Any) -> Problem | None:
+        """Returns why the value that this rank has stored cannot replace this one; before anything is changed."""
+        return None
+
 
 @dataclass(slots=True)
 class Leaf:

@@ -295,6 +295,35 @@ def accumulate(folder, by_steps):
     return lines, manager.steps()
 
 
+def tell_of_epochs(folder, batches):
+    """Loops over an epoch of so many batches, with 2 to a step; then loads a folder of Accelerate's own."""
+    from torch.utils.data import DataLoader
+
+    from shardopt.integrations.accelerate import Accelerator
+    from shardopt.integrations.loader import ResumableLoader
+
+    be_quiet()
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardopt").addHandler(handler)
+    logging.getLogger("shardopt").setLevel(logging.INFO)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    own = accelerator.prepare(DataLoader(torch.ones(batches, 1)))
+    loader = ResumableLoader(range(batches), batch_size=1)
+    for _ in own:
+        accelerator.app({"data": loader})["accelerator"].state_dict()
+    Path(folder, "old").mkdir()
+    for name in ("model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
+        Path(folder, "old", name).touch()
+    try:
+        accelerator.load_state(f"{folder}/old")
+    except Exception as error:
+        lines.append(type(error).__name__)
+    return lines
+
+
 def prepare_stateful_loader():
     """Prepares a loader that Accelerate gives a state, in which a load would not find its place."""
     from accelerate import DataLoaderConfiguration

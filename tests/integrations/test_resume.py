@@ -150,6 +150,17 @@ def test_a_save_between_the_batches_of_a_step_warns_once(tmp_path, by_steps):
 
 
 @NEEDS_ACCELERATE
+@pytest.mark.parametrize("batches", [4, 5])
+def test_what_accelerate_does_otherwise_at_the_end_of_an_epoch_and_with_its_folders_is_told(tmp_path, batches):
+    (lines,) = run_ranks(1, jobs.tell_of_epochs, str(tmp_path), batches, deadline_seconds=DEADLINE_SECONDS)
+    rest = [line for line in lines if "an epoch has 5 batches, and a step accumulates 2" in line]
+    assert len(rest) == (batches == 5)
+    assert len([line for line in lines if "a state at the last batch of an epoch" in line]) == 1
+    (line,) = [line for line in lines if "is a folder of Accelerate's own" in line]
+    assert "of which optimizer.bin, random_states_0.pkl, scheduler.bin are not read" in line
+
+
+@NEEDS_ACCELERATE
 def test_states_under_automatic_names_go_on_behind_those_that_are_there(tmp_path):
     found = run_ranks(2, jobs.save_states_after, str(tmp_path), deadline_seconds=DEADLINE_SECONDS)
     names = [f"checkpoint_{number}" for number in range(1, 5)]

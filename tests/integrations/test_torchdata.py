@@ -3,7 +3,12 @@
 import copy
 import importlib.util
 import itertools
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
 import warnings
 from collections import Counter
 
@@ -14,6 +19,7 @@ from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorD
 
 from shardopt import RandomState, ResumableSampler, checkpoint
 from shardopt.errors import MismatchError, OptionError
+from shardopt.runtime.signals import Listener
 from tests.harness import RanksFailed, run_ranks
 
 pytestmark = [
@@ -184,7 +190,8 @@ def stream(source, path, batches):
         try:
             checkpoint.load(source, app)
         except MismatchError as error:
-            return [(problem.key, problem.found, problem.required) for problem in error.problems]
+            (select,) = re.findall(r'select=(r".*")', error.problems[0].remedy)
+            return [(problem.key, problem.found, problem.required, select) for problem in error.problems]
     seen = [number for batch in itertools.islice(loader, batches) for number in batch.tolist()]
     checkpoint.save(path, app)
     return seen
@@ -194,7 +201,62 @@ def test_a_stream_resumes_on_as_many_ranks_and_is_refused_on_others(tmp_path):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     first, then = run_ranks(2, stream, None, a, 5), run_ranks(2, stream, a, b, 5)
     assert [one + other for one, other in zip(first, then, strict=True)] == [[*range(0, 40, 2)], [*range(1, 40, 2)]]
-    assert run_ranks(3, stream, a, b, 5) == [[("data.position", "values of 2 ranks", "3 ranks")]] * 3
+    assert (
+        run_ranks(3, stream, a, b, 5)
+        == [[("data.position", "values of 2 ranks", "3 ranks", 'r"^(?!data(\\.|$))"')]] * 3
+    )
+
+
+def of_workers(workers):
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    from shardopt.integrations.torchdata import RankPosition
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    options = {"multiprocessing_context": "fork"} if workers else {}
+    loader = StatefulDataLoader(Pids(), batch_size=1, num_workers=workers, **options)
+    return loader, RankPosition(loader)
+
+
+class Pids(TensorDataset):
+    """Each sample is the process that made it."""
+
+    def __init__(self):
+        super().__init__(torch.arange(8))
+
+    def __getitem__(self, number):
+        return os.getpid()
+
+
+def signalled(path):
+    """SIGTERM to the process group, as by torchrun; then a load by loaders of other workers."""
+    os.setsid()
+    loader, position = of_workers(1)
+    app = {"step": 1, "data": position}
+    batches = iter(loader)  # before anything listens
+    (worker,) = next(batches).tolist()
+    listener = Listener(signal.SIGTERM, lambda: None, lambda: None)
+    sender = f"import os, signal; os.killpg({os.getpid()}, signal.SIGTERM)"
+    subprocess.run([sys.executable, "-c", sender], start_new_session=True, check=True)
+    then = next(batches).tolist() == [worker]
+    checkpoint.save(path, app)
+    listener.close()
+    told = []
+    for workers in (0, 2):
+        app = {"step": 0, "data": of_workers(workers)[1]}
+        with pytest.raises(MismatchError) as caught:
+            checkpoint.load(path, app)
+        (problem,) = caught.value.problems
+        told.append((problem.key, problem.found, problem.required, app["step"]))
+        (select,) = re.findall(r'select=r"(.*)"', problem.remedy)
+        told.append((checkpoint.load(path, app, select=select).loaded, app["step"]))
+    return then, told
+
+
+def test_a_position_outlives_a_signal_to_the_group_and_is_refused_by_other_workers(tmp_path):
+    found, rest = "the position of 1 workers", (("step",), 1)
+    told = [each for n in (0, 2) for each in (("data.position", found, f"that of num_workers={n}", 0), rest)]
+    assert run_ranks(1, signalled, str(tmp_path)) == [(True, told)]
 
 
 def stream_of_mesh(source, path, tensor):

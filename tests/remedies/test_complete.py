@@ -37,7 +37,7 @@ TEXTS = {
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "state_dict() gave a": "what was found, and no remedy",
-    "use as many ranks, or PerRank(": RANKS,
+    "use as many ranks; or keep what is there": "tests/integrations/test_torchdata.py follows it",
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",
     "To go on from those of the groups, make it again": "tests/unit/optim/test_schedule_rates.py follows it",
     "to the rate of the schedule, and call save_param": "tests/unit/optim/test_schedule_rates.py follows it",

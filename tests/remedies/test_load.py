@@ -11,6 +11,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
 from shardopt.checkpoint.rearrange import Drop, Rule
+from shardopt.errors import MismatchError
 from tests.remedies.following import app_of, assert_same, moments_of, refused, stepped, weights_of
 
 IGNORE = Strictness(unexpected="ignore")
@@ -198,6 +199,28 @@ def test_a_key_that_the_app_has_not_is_renamed_added_left_out_or_not_selected(ur
         loaded = {"weight": torch.zeros(2), **({name: torch.zeros(2)} if name else {})}
         checkpoint.load(url, loaded, **options)
         assert loaded["weight"].all() and (not name or loaded[name][0] == 5)
+
+
+def test_entries_that_the_app_lacks_are_one_problem_each(url):
+    model = torch.nn.Linear(2, 2)
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    saved(url, {"model": model, "optimizer": optimizer, "step": 7})
+    app = {"model": torch.nn.Linear(2, 2)}
+    remedy = (
+        'to load only what the app has, pass select=r"^model(\\.|$)"; to resume, add its object to the app; or leave '
+        'it out with strict=Strictness(unexpected="ignore"), or give its new name with rename={...}'
+    )
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(url, app)
+    assert [(each.key, each.remedy) for each in caught.value.problems] == [("step", remedy), ("optimizer", remedy)]
+    assert "found 1 key in" in str(caught.value) and "found 2 keys in" in str(caught.value)
+    for options in ({"select": r"^model(\.|$)"}, {"strict": IGNORE}):
+        app = {"model": torch.nn.Linear(2, 2)}
+        checkpoint.load(url, app, **options)
+        assert torch.equal(app["model"].weight, model.weight)
+    with checkpoint.Manager(url.parent / "run") as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer, "step": 7})
+        refused(remedy, manager.restore, {"model": model})  # of the first one
 
 
 class Strange:

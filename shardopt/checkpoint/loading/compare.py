@@ -29,7 +29,7 @@ from shardopt.checkpoint.sources.reading.fetch import describe_tensor, memory_pr
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state.paths import STATE, Index, Path, is_below, join, keys_below, lists_differ, tell_path
+from shardopt.state.paths import STATE, Index, Path, all_but, is_below, join, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
 _MISSING = (
@@ -275,7 +275,10 @@ def _match_value(
             match.per_rank.append(key)
         elif value.on_resize == "raise":
             stored, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
-            remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
+            remedy = (
+                'use as many ranks; or keep what is there: on_resize="keep" of its RandomState, PerRankState or '
+                f"PerRank, or, where it has no on_resize, load all else: select={all_but(key)}"
+            )
             return Problem(key, stored, required, remedy)
         return None
     if key in manifest.values and view is None and not isinstance(value, PerRank):

@@ -96,7 +96,11 @@ def _names_by_order(
 
 def warn_of_order(loaded: RestoreTarget) -> None:
     """Logs that an optimizer has loaded state by numbers that only the order of its parameters explains."""
-    text = "%s: numbers of parameters are taken for the order of the app's groups, unconfirmed [by-position]"
+    text = (
+        "%s: numbers of parameters are taken for the order of the app's groups; nothing stored confirms it. Check that "
+        "the program which saved them gave its optimizer the parameters in the same order, and the same groups, as "
+        "this one [by-position]"
+    )
     _log.warning(text, join(loaded.path))
 
 

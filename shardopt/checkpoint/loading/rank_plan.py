@@ -223,6 +223,10 @@ def plan_rank(
     old, into = names.renamed, {key: view for key, (view, _) in match.tensors.items()}
     if match.per_rank:
         plan.per_rank = _values_of_rank(reader, match.per_rank, old, ranks.rank)
+        here = ((key, leaves[key].value, plan.per_rank[old.get(key, key)]) for key in match.per_rank)
+        match.problems += filter(None, (value.check(key, stored) for key, value, stored in here))
+        if match.problems:
+            return plan
     if options.reads and (names.aliases or match.overlaps()):
         into = _without_ties(reader, into, names)
     refuse_swapped(LOAD_IN_SWAP, (leaves[key].value for key in into))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby, islice
@@ -26,6 +27,7 @@ from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Matc
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.other_names import rename_hint
+from shardopt.checkpoint.text import plural
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.failures import describe, names_of, problems_of
@@ -43,6 +45,7 @@ _IN_OBJECT = (
     "load the optimizer itself too; otherwise "
 )
 _GROWN = 'if the run added a group for it, call add_param_group({"params": {…}}) before the load; otherwise '
+_FEW_ENTRIES = 6  # of an app, that a remedy names
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
@@ -129,7 +132,7 @@ def reconcile(
 
     _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
     unexpected = set(_unpack(merged["unexpected"], stored))
-    refused = _judge_unexpected(match, names, strictness, unexpected)
+    refused = _judge_unexpected(match, names, strictness, unexpected, fits=not merged["failed"])
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
@@ -164,13 +167,21 @@ def _causes_first(problems: Iterable[Problem]) -> list[Problem]:
     return sorted(problems, key=rank)
 
 
-def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
-    """Keeps the unexpected keys that no rank expects; returns a problem for each one that is refused."""
+def _judge_unexpected(
+    match: Match, names: Names, strictness: Strictness, by_none: Collection[str], fits: bool
+) -> list[Problem]:
+    """Keeps the unexpected keys that no rank expects; returns a problem for each one that is refused.
+
+    Args:
+        fits: whether all else fits. Then whole entries that the app lacks are one problem each.
+    """
     match.unexpected = [key for key in match.unexpected if key in by_none]
     choice = strictness.unexpected
     if choice == "ignore":
         return []
     grown, paths = _grown_by(match.unexpected, names.chosen), stored_paths(names.manifest)
+    if fits and choice == "raise" and (entries := _whole_entries(match.unexpected, names.chosen)):
+        return entries
     items = in_longer_lists({key: paths[key] for key in match.unexpected}, names.chosen)
     problems = [
         Problem(
@@ -186,6 +197,23 @@ def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_non
         return problems
     match.warnings += problems
     return []
+
+
+def _whole_entries(unexpected: Sequence[str], chosen: Collection[str]) -> list[Problem]:
+    """Returns a problem for each entry that the app lacks, if nothing else is unexpected and the app has few others."""
+    own = sorted({key.partition(".")[0] for key in chosen})
+    entries = Counter(key.partition(".")[0] for key in unexpected)
+    if not 1 <= len(own) <= _FEW_ENTRIES or not entries.keys().isdisjoint(own) or max(entries.values(), default=0) < 2:
+        return []
+    select = own[0] if len(own) == 1 else f"({'|'.join(map(re.escape, own))})"
+    remedy = (
+        f'to load only what the app has, pass select=r"^{select}(\\.|$)"; to resume, add its object to the app; or '
+        'leave it out with strict=Strictness(unexpected="ignore"), or give its new name with rename={...}'
+    )
+    return [
+        Problem(entry, f"{plural(count, 'key')} in the checkpoint", "nothing under this key", remedy)
+        for entry, count in entries.items()
+    ]
 
 
 def _grown_by(unexpected: Collection[str], chosen: Collection[str]) -> set[str]:

@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.metrics import first_given, numbers_of
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.background import Task
-from shardopt.checkpoint.run.branches import CheckpointId
+from shardopt.checkpoint.run.branches import CheckpointId, not_restored
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
@@ -85,6 +85,11 @@ class AfterCommit:
         if self.tiers is not None and in_turn:
             self.tiers.make_room()
 
+    def of_another_run(self, id: CheckpointId) -> CheckpointError | None:
+        """Returns the error of a first save below another run's checkpoint, which all ranks raise. Collective."""
+        above = self._keeper.other_above(id)
+        return None if above is None else not_restored(above, id, self._run.root.url)
+
     def committed(self, id: CheckpointId, report: SaveReport) -> None:
         """Begins the tasks that follow a commit; no save is running then.
 
@@ -136,6 +141,7 @@ class AfterCommit:
         if TIERS_NAME in self._run.root.seen.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths
             warn_of_former(self._run.root, paths, 0 if restored is None else restored.id.step)
+        self._keeper.looked()
         if restored is None:
             if self.tiers is not None:
                 self.tiers.restored(None)
@@ -342,7 +348,7 @@ class AfterCommit:
     def close_own(self) -> None:
         """Waits for rank 0's own tasks: exports, whose failure it raises, and removals. Local."""
         with ExitStack() as last_first:
-            last_first.callback(self._keeper.finish)
+            last_first.callback(self._keeper.close)
             if self._exporter is not None:
                 last_first.callback(self._exporter.close)
 

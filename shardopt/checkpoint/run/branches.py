@@ -15,8 +15,11 @@ is on the branch with the greatest number.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 from shardopt.checkpoint.format.constants import (
@@ -33,6 +36,7 @@ Newer = Literal["abandon", "remove"]
 
 _log = logging.getLogger("shardopt.checkpoint")
 _FORMAT = "shardopt-branch"
+_MOST_LOOKED_INTO = 50  # directories, for a hint
 _RECORD = re.compile(r"branch-(\d{5,})\.json", re.ASCII)
 _NAME = re.compile(r"step-(\d{8,})(?:-b([1-9]\d*))?", re.ASCII)
 _AS_STORED: Mapping[Newer, str] = {"abandon": "set_aside", "remove": "remove"}
@@ -60,6 +64,35 @@ def parse_id(name: str) -> CheckpointId | None:
 def ids_in(names: Iterable[str]) -> list[CheckpointId]:
     """Returns the checkpoints whose directories have these names, ascending; leaves out other names."""
     return sorted(id for id in map(parse_id, names) if id is not None)
+
+
+def runs_near(root: str) -> list[str]:
+    """Returns the local directories beside or within a path that hold a run, one level up or down.
+
+    That are its own directories, the one that it is in, and those there whose names differ from its own by little.
+    """
+    root = os.path.abspath(root)
+    parent, own = os.path.split(root)
+
+    def within(path: str) -> list[str]:
+        return [*islice(sorted(each.name for each in os.scandir(path) if each.is_dir()), _MOST_LOOKED_INTO)]
+
+    found, near = list[str](), list[str]()
+    with suppress(OSError):
+        found += [os.path.join(root, name) for name in within(root)]
+    with suppress(OSError):
+        near = [parent, *(os.path.join(parent, name) for name in within(parent) if name != own and _like(name, own))]
+    steps: list[str] = []
+    for path in [*found, *near]:
+        with suppress(OSError):
+            steps += [path] if ids_in(os.listdir(path)) else []
+    return steps
+
+
+def _like(name: str, other: str) -> bool:
+    """Whether names differ only in case, dashes and an s at the end: "checkpoint" and "checkpoints"."""
+    one, two = (each.lower().replace("-", "_").rstrip("s") for each in (name, other))
+    return one == two
 
 
 def record_file(branch: int) -> str:
@@ -234,3 +267,22 @@ def not_rising(last: CheckpointId, url: str) -> CheckpointExistsError:
     """
     found, remedy = f"a save after step {last.step} was saved or restored", how_steps_rise(f"delete({last.step}), and")
     return CheckpointExistsError("steps must rise", [Problem(url, found, f"a step from {last.step} on", remedy)])
+
+
+def not_restored(above: CheckpointId, id: CheckpointId, url: str) -> CheckpointError:
+    """Returns the error of a first save below a checkpoint of a root that no restore has looked into.
+
+    Args:
+        url: of the root.
+    """
+    remedy = (
+        "call restore(app) before the first save, which resumes the run; restore(app, step=...) for an earlier step; "
+        "to begin a new run give Manager another root, or remove this one. A second Manager of a job that resumes: "
+        "restore the first one before, and delete(step) what is above the step that it resumed"
+    )
+    found, required = f"step {above.step}, which this job neither saved nor restored", f"no step above {id.step}"
+    return CheckpointError(
+        "a run that was not restored would be mixed with this one",
+        [Problem(url, found, required, remedy)],
+        code="run-root",
+    )

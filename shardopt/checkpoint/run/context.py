@@ -221,7 +221,7 @@ class Run:
                     raise
                 _log.warning("%s", error)
                 continue
-            root.claim()
+            root.claim(reads_first=needs_copies)
             found.append(root)
         ids = [] if self.root.is_on_hosts else ids
         branches = merge_records({root.url: root.seen.records for root in found}, ids).values()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
@@ -23,6 +24,7 @@ from shardopt.checkpoint.saving.writing.pending import tracked_urls
 from shardopt.checkpoint.sources.open import urls_being_read
 from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.text import plural
 from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
 from shardopt.ranks import DEADLINE_SECONDS
 from shardopt.world import world
@@ -33,12 +35,16 @@ _NOTHING = Noted(None, {})
 _UNREAD = "stays, as its metrics cannot be read"
 
 _log = logging.getLogger("shardopt.checkpoint")
+_resumed: WeakSet[Keeper] = WeakSet()  # of Managers that are open and have restored a checkpoint
 
 
 class Keeper(Task):
     """Removes all checkpoints under the roots of a run except those that the rules keep.
 
     All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
+
+    In a root where nothing was looked for by a restore, other checkpoints than this job's are another run's, and stay:
+    the restore was forgotten. Not so of a second Manager of a job that another one has resumed.
 
     Args:
         run: whose checkpoints these are.
@@ -48,11 +54,12 @@ class Keeper(Task):
     def __init__(self, run: Run, in_use: Callable[[Root], frozenset[str]]) -> None:
         self._run, self._in_use = run, in_use
         self._noted: dict[CheckpointId, Noted] = {}
+        self._own: set[CheckpointId] | None = None if run.root.publishes else set()  # None: all that are there
         self._resumed: CheckpointId | None = None
         self._saved: CheckpointId | None = None
         self._at_root: int | None = None  # the last step that this job saved to the root, and not to a tier
         self._damaged: frozenset[str] = frozenset()
-        self._warned = self._told_of_metric = False
+        self._warned = self._told_of_metric = self._told_of_others = False
         self._staying: dict[str, str] = {}  # URL → why it was not removed, as was told
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
@@ -63,12 +70,31 @@ class Keeper(Task):
         Args:
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
         """
+        _resumed.add(self)
         self._resumed, self._damaged = id, frozenset(damaged)
         self._saved, self._at_root, self._warned = None, None, False
+
+    def looked(self) -> None:
+        """Notes that a restore has looked into the root: the run goes on from what is there, or there was nothing."""
+        self._own = None
+
+    def other_above(self, id: CheckpointId) -> CheckpointId | None:
+        """Returns the newest checkpoint if it is another run's, above one that is to be saved. Collective."""
+        if self._own is None or (newest := self._run.newest()) is None or newest.step <= id.step:
+            return None
+        return None if newest in self._own or self._is_second(id) else newest
+
+    def _is_second(self, id: CheckpointId) -> bool:
+        """Whether another Manager of this process has resumed another root, and is not beyond this step."""
+        others = [each for each in list(_resumed) if each._run.root.url != self._run.root.url]
+        last = [each._saved or each._resumed for each in others]
+        return any(each is not None and each.step <= id.step for each in last)
 
     def saved_at_root(self, id: CheckpointId) -> None:
         """Notes a commit in the root, which lower steps from tiers may reach later: no other job has saved it."""
         self._at_root = id.step
+        if self._own is not None:
+            self._own.add(id)
 
     def make_way(self, id: CheckpointId) -> None:
         """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint.
@@ -103,6 +129,8 @@ class Keeper(Task):
             noted: of that checkpoint, which stays in any case.
         """
         self._saved = id
+        if self._own is not None:
+            self._own.add(id)
         ranks, root = self._run.ranks, self._run.root
         if ranks.rank:
             return
@@ -136,6 +164,11 @@ class Keeper(Task):
         self._noted.pop(id, None)
         self._saved = None if self._saved == id else self._saved
         self._resumed = None if self._resumed == id else self._resumed
+
+    def close(self) -> None:
+        """Waits until removals are done. Local."""
+        _resumed.discard(self)
+        self.finish()
 
     def tidy_copies(self, copied: CheckpointId) -> None:
         """Removes as `begin` does, under the mirror's root, after a checkpoint was copied; waits for it."""
@@ -190,7 +223,9 @@ class Keeper(Task):
         keep: Collection[int] = {id.step for id in whole}
         newest = self._newest = max(keep)
         if not self._run.rules.keeps_all:
-            keep = self._kept(root, whole)
+            counted = self._counted(root, whole)
+            others = {id.step for id in whole if id not in counted}
+            keep = {*others, *self._kept(root, counted)} if counted else others
             if self._run.branches != branches or not self._run.may_remove():  # that took its time
                 return []
         is_other = self._saved is not None and newest > self._saved.step and newest != self._at_root
@@ -211,6 +246,20 @@ class Keeper(Task):
         below = [id for id in own if id.step < newest and id.step not in keep and id not in unread]
         known = {*whole}
         return unwanted + [id for id in below if id in known or root.checkpoint(id).missing_target() is None]
+
+    def _counted(self, root: Root, ids: Collection[CheckpointId]) -> Collection[CheckpointId]:
+        """Returns those of some checkpoints that retention goes by; logs once which are another run's."""
+        if self._own is None or (self._own and self._is_second(max(self._own))):
+            return {*ids}
+        others = sorted(id.step for id in ids if id not in self._own)
+        if others and not self._told_of_others:
+            self._told_of_others = True
+            _log.warning(
+                "%s has %s that this job neither saved nor restored: %s. Retention leaves them. Call restore(app) "
+                "before the first save to count them, or delete(step) for each [run-root]",
+                *(root.url, plural(len(others), "checkpoint"), _some(others)),
+            )
+        return self._own.intersection(ids)
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
         """Returns the steps that rules keep.
@@ -310,6 +359,11 @@ def _logging_failures(root: Root) -> Iterator[None]:
         yield
     except (OSError, CheckpointError) as error:
         _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+
+
+def _some(steps: Sequence[int]) -> str:
+    told = [*steps[:4], "…", *steps[-2:]] if len(steps) > 7 else steps
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, told))}"
 
 
 def _noted_again(root: Root, id: CheckpointId, noted: Noted) -> Noted:

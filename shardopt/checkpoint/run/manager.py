@@ -70,7 +70,7 @@ class Manager:
         every: `save` writes at the first step at or after each multiple of this, or after each such `timedelta` by rank
             0's clock; `save` or `should_save` must then be called at every step.
         keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
-            the one that was saved last, and the one that the run was restored from.
+            the one that was saved last, the one that the run was restored from, and, without a restore, all others'.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
             `async_save` does, whose limits are theirs too.
         stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank, it makes all
@@ -255,7 +255,7 @@ class Manager:
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
             CheckpointExistsError: the step exists; or, with tiers or a stage, is below the last saved or restored one.
-            CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
+            CheckpointError: a first save, without a restore, is below a step of another run. Or a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """
         self._require_open()

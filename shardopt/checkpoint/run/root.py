@@ -30,10 +30,12 @@ from shardopt.checkpoint.run.branches import (
     parse_id,
     read_records,
     record_file,
+    runs_near,
 )
 from shardopt.checkpoint.sources.own import is_committed, read_manifest
 from shardopt.checkpoint.sources.referred import look_at_each
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
+from shardopt.checkpoint.storage.mounts import unwritable
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
 
@@ -192,7 +194,7 @@ class Root:
     """
 
     def __init__(self, storage: Storage, publishes: bool = False) -> None:
-        self.storage, self.url, self._publishes = storage, storage.url, publishes
+        self.storage, self.url, self.publishes = storage, storage.url, publishes
         self.is_on_hosts = self.url.startswith(PREFIX)
         """Whether it is in the memory of hosts, where no run is kept, and the host that had the records may be lost."""
         self._stream_id: str | None = None  # of a publisher, to write the record again
@@ -209,7 +211,13 @@ class Root:
         return bool(self.storage.names())
 
     def tell_none(self) -> str:
-        """Returns the line for a run that begins without a checkpoint, which names one of another format beside it."""
+        """Returns the line for a run that begins without a checkpoint, which names one of another format beside it.
+
+        Warns of a run one level up or down on a disk.
+        """
+        if isinstance(self.storage, LocalStorage) and (others := runs_near(self.url)):
+            text = "no checkpoint is in %s, and a run is in %s: if that is meant, give Manager that path [run-root]"
+            _log.warning(text, self.url, " and ".join(others[:3]))
         if not self.is_there():
             return f"starting fresh: {self.url} does not exist"
         line = f"starting fresh: no checkpoint in {self.url}"
@@ -259,8 +267,11 @@ class Root:
             return branches_of(each for number, each in enumerate(records, 1) if each.number == number)
         return branches_of(seen.records.values(), seen.ids, self.url)
 
-    def claim(self) -> None:
+    def claim(self, reads_first: bool = False) -> None:
         """Makes this the root of a run, or of a publisher, after a listing.
+
+        Args:
+            reads_first: whether nothing is written yet: warns where nothing could be.
 
         Raises:
             CheckpointError: it is that of the other, which would remove what this one saves, or a checkpoint itself.
@@ -269,23 +280,25 @@ class Root:
         is_checkpoint = MANIFEST_NAME in names and any(map(FILE_NAME.fullmatch, names))
         if is_checkpoint or DCP_METADATA_NAME in names:
             raise _is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
+        if reads_first and isinstance(self.storage, LocalStorage) and (path := unwritable(self.url)):
+            _log.warning("%s cannot be written to: the first save to %s will fail [storage-failed]", path, self.url)
         kinds = "the root of a run", "the root of a publisher"
         has_record, beside = STREAM_NAME in names, _in_use.get(self.url)
         has_steps = bool(self.seen.ids) and not self.is_on_hosts
-        is_other = has_record if not self._publishes else has_steps and not has_record
-        if is_other or (beside is not None and beside._publishes != self._publishes):
-            found, required = kinds[not self._publishes], kinds[self._publishes]
+        is_other = has_record if not self.publishes else has_steps and not has_record
+        if is_other or (beside is not None and beside.publishes != self.publishes):
+            found, required = kinds[not self.publishes], kinds[self.publishes]
             remedy = "give each of them a directory of its own"
-            if self._publishes and not has_record:
+            if self.publishes and not has_record:
                 remedy += f"; if this is a publisher's, whose {STREAM_NAME} something else has removed, remove the rest"
             problem = Problem(self.url, found, required, remedy)
             raise CheckpointError("a run and a publisher cannot share a root", [problem], code="run-root")
         _in_use[self.url] = self
-        if self._publishes and not has_record:
+        if self.publishes and not has_record:
             with wrap_os_errors(f"write {self.url}/{STREAM_NAME}"):
                 self.storage.make()
                 self._write_stream(world().random_name(ID_BYTES))
-        if self._publishes and not self.is_on_hosts:
+        if self.publishes and not self.is_on_hosts:
             with contextlib.suppress(CorruptionError):
                 self._stream_id = self._stream()
 

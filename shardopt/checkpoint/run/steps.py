@@ -62,6 +62,7 @@ class Steps:
         self._before: _Last | None = None  # the one before the last save in the background, which may fail
         self._prints = RowPrints()  # of saves in the call; those in the background have their own
         self.warnings = AppWarnings()
+        self._may_be_mixed = True  # with another run's steps; until a save begins that is not
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
         self._rewound_to: CheckpointId | None = None  # by a restore that left newer steps behind
         self._told_of_forced = False  # that it saves no step again
@@ -101,7 +102,11 @@ class Steps:
         if self._has(id, at_root, metrics):
             return None if self._last is None else self._last[1]
         urls, above = [self._run.root.checkpoint(id).url], self._last_above(id)
-        terms = self._terms if above is None else replace(self._terms, refused=not_rising(above, urls[0]))
+        refused: CheckpointError | None = None if above is None else not_rising(above, urls[0])
+        if self._may_be_mixed:
+            refused = self._after.of_another_run(id) or refused
+            self._may_be_mixed = refused is not None
+        terms = self._terms if refused is None else replace(self._terms, refused=refused)
         if self._run.ranks.rank == 0:
             self.warnings.of_saved(step, app)
         self._after.prepare(id, in_turn=True)

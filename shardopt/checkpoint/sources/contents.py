@@ -11,6 +11,7 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.sources.source import Source
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import cover_faults
+from shardopt.state.paths import Path
 
 
 class CheckpointContents:
@@ -51,6 +52,13 @@ class CheckpointContents:
         """Returns the keys of all tensors and plain values, sorted."""
         return sorted([*self.manifest.tensors, *self.manifest.values])
 
+    def below(self, key: str) -> dict[Path, str]:
+        """Returns the keys of all tensors and plain values below a key, by their paths from there."""
+        paths = {each: tensor.path for each, tensor in self.manifest.tensors.items()}
+        paths |= {each: path for each, (path, _) in self.manifest.values.items()}
+        found = ((_rest(paths[each], key), each) for each in self.keys() if each.startswith(f"{key}."))
+        return {rest: each for rest, each in found if rest}
+
     def key_in_files(self, key: str) -> str:
         """Returns a tensor's key in the data files: its own, an earlier one, or that of its tie."""
         *_, tied_to, stored_as = self.manifest.tensors[key]
@@ -70,3 +78,16 @@ class CheckpointContents:
         remedy = f"did you mean {' or '.join(near)}?" if near else f"there are: {listed}"
         problem = Problem(key, "nothing", f"{kind} of the checkpoint", remedy)
         return MismatchError("no such key", [problem], code="cannot-read-tensor")
+
+
+def _rest(path: Path, key: str) -> Path:
+    """Returns what follows a key in a path; of a part that it ends in, such as a module's, the end."""
+    for at, part in enumerate(map(str, path)):
+        if part == key:
+            return path[at + 1 :]
+        if part.startswith(f"{key}."):
+            return part[len(key) + 1 :], *path[at + 1 :]
+        if not key.startswith(f"{part}."):
+            break
+        key = key[len(part) + 1 :]
+    return ()

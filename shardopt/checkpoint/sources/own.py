@@ -208,7 +208,8 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
         return "a file", "give the directory of a checkpoint, or a file of safetensors or torch.save"
     names = storage.names()
     if not names:
-        return "nothing", "give another path"
+        meant = _with_all_digits(storage)
+        return "nothing", "give another path" if meant is None else f"give {meant.url}, which is there"
     if any(name.endswith(".distcp") for name in names):
         return "files of torch.distributed.checkpoint without their .metadata", _UNFINISHED
     within = _checkpoints_within(storage, names)
@@ -226,6 +227,16 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
     if unfinished:
         return f"{len(unfinished)} files of a save that was not finished", _UNFINISHED
     return f"{len(names)} files and directories, none of a checkpoint, such as {names[0]}", "give another path"
+
+
+def _with_all_digits(storage: Storage) -> Storage | None:
+    """Returns the checkpoint of a step whose number was given short, as "step-40" for "step-00000040"."""
+    parent = None if storage.is_remote else storage.parent()
+    short = None if parent is None else re.fullmatch(r"(?:step[-_]?)?(\d+)", parent[1])
+    if parent is None or short is None:
+        return None
+    meant = parent[0].child(f"step-{int(short[1]):08d}")
+    return meant if meant.url != storage.url and meant.exists(MANIFEST_NAME) else None
 
 
 def _checkpoints_within(storage: Storage, names: Sequence[str]) -> list[str]:

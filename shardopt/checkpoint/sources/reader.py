@@ -24,6 +24,7 @@ from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
 from shardopt.sharding.view import view_of
+from shardopt.state.paths import nest
 from shardopt.world import world
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
@@ -90,6 +91,9 @@ class CheckpointReader(CheckpointContents):
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a new CPU tensor with a whole stored tensor or a box of it.
 
+        Of what holds others, such as "model", it returns all below it, nested as it was saved: a module's as its
+        `state_dict`.
+
         Raises:
             MismatchError: there is no such key, or the tensor has no such box.
             CorruptionError: what is stored is not what was written.
@@ -97,6 +101,8 @@ class CheckpointReader(CheckpointContents):
         if key in self.manifest.values:
             return self.manifest.values[key][1]
         if key not in self.manifest.tensors:
+            if box is None and (within := self.below(key)):
+                return nest({path: self.read(each) for path, each in within.items()})
             raise self.unknown(key, self.keys(), "a key")
         box, dtype = self._box_of(key, box), self.info(key).dtype
         # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.

@@ -44,3 +44,13 @@ def file_system_type(device: int) -> str | None:
             if fields.split()[2] == number:
                 return of_file_system.split()[0]
     return None
+
+
+def unwritable(path: str) -> str | None:
+    """Returns a local directory, or the nearest one above it that exists, if this process may not write there."""
+    while not os.path.isdir(path):
+        above = os.path.dirname(path)
+        if above in ("", path):
+            return None
+        path = above
+    return None if os.access(path, os.W_OK | os.X_OK) else path

@@ -7,7 +7,7 @@ never compared.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardopt.world import world
 
@@ -16,6 +16,7 @@ T = TypeVar("T")
 DEADLINE_SECONDS = 300.0
 _LONGEST_INTERVAL_SECONDS = 5.0
 _LONGEST_LOOK_SECONDS = 1.0
+_LONG_WAIT_SECONDS = 20.0
 
 
 def beat_interval(seconds: float) -> float:
@@ -29,6 +30,7 @@ class Silence:
     def __init__(self, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
         self._interval_seconds = min(deadline_seconds / 5, _LONGEST_LOOK_SECONDS)
+        self._has_told = False
         self._looked = world().monotonic()
         self._seen: dict[object, tuple[int, float]] = {}  # its last count, and for how many seconds it has stood
 
@@ -54,3 +56,11 @@ class Silence:
             if stood > self._deadline_seconds:
                 silent.append(each)
         return silent
+
+    def long_silent(self) -> list[Any]:
+        """Returns, once, the keys whose counters have not changed for a while, as of the last look."""
+        long = [each for each, (_, stood) in self._seen.items() if stood > _LONG_WAIT_SECONDS]
+        if not long or self._has_told:
+            return []
+        self._has_told = True
+        return long

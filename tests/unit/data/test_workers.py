@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import shardopt
+from shardopt import checkpoint
 from shardopt.data import shield_workers
 from shardopt.integrations.loader import ResumableLoader
 from shardopt.runtime.signals import Listener
@@ -120,3 +121,24 @@ def test_nothing_changes_without_workers_or_a_listener():
     loader = DataLoader(Pids())
     shield_workers(loader)
     assert loader.worker_init_fn is None
+
+
+def test_a_manager_that_listens_tells_once_of_workers_that_its_signal_would_end(tmp_path, caplog):
+    loader = DataLoader(Pids(), num_workers=1, multiprocessing_context="fork")
+    with checkpoint.Manager(tmp_path / "a") as manager:
+        batches = iter(loader)
+        next(batches)
+        manager.save(1, {"step": 1})
+    assert caplog.messages == []
+    with checkpoint.Manager(tmp_path / "b", stop_on=signal.SIGTERM) as manager:
+        for step in (1, 2):
+            manager.save(step, {"step": step})
+    (line,) = caplog.messages
+    assert "1 workers of a DataLoader are in the process group of their rank" in line
+    del batches
+    shield_workers(loader)
+    batches = iter(loader)
+    next(batches)
+    with checkpoint.Manager(tmp_path / "c", stop_on=signal.SIGTERM) as manager:
+        manager.save(1, {"step": 1})
+    assert caplog.messages == [line]

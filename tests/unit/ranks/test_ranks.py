@@ -790,3 +790,35 @@ def test_groups_do_not_meet_in_one_store(job):
 def test_the_device_says_which_backend_is_for_accelerators(monkeypatch, config, expected):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     assert accelerator_of(None) == expected
+
+
+def test_ranks_that_are_waited_for_long_are_named_once():
+    clock = FakeClock()
+    with using(clock):
+        watch = heartbeat.Silence(300)
+        told = []
+        for second in range(60):
+            clock.sleep(1.0)
+            assert watch.silent({1: second, 2: 0, 3: 0}) == []
+            told.append(watch.long_silent())
+    assert [each for each in told if each] == [[2, 3]]
+    assert 18 <= told.index([2, 3]) <= 23
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_comes_late_is_waited_for_with_a_line(job, monkeypatch, caplog, late):
+    monkeypatch.setattr(heartbeat, "_LONG_WAIT_SECONDS", 1.5)
+
+    def two_rounds(here):
+        here = here.with_deadline(4.0)
+        here.agree("x", lambda: None)
+        if here.rank == late:
+            time.sleep(3)
+        here.agree("y", lambda: None)
+        return here.rank
+
+    assert together(job.start(3), two_rounds) == [0, 1, 2]
+    line = (
+        f"y: waiting for rank {late}; every rank must make this call. An error follows after 4 s without a sign of life"
+    )
+    assert f"{line} [rank-lost]" in caplog.messages

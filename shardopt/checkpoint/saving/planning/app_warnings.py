@@ -11,6 +11,7 @@ Only rank 0 looks, while the others go on to what all ranks do: what it stumbles
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.checkpoint.saving.planning.frozen import is_frozen, members_of
+from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
 from shardopt.state.paths import PARAM_GROUPS, Path, join
@@ -35,6 +37,13 @@ from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 _RESTORE_NONE = (
     *("torch.optim", "torch.amp", "torch.utils.data", "torchdata"),
     *("shardopt.optim", "shardopt.data", "shardopt.integrations.loader"),
+)
+
+# Names that programs give to the count of their steps; max_steps, best_step or skipped_steps may well stay.
+_COUNTER = re.compile(
+    r"((global|current|cur|train|training|total|completed|num|n|optimizer|opt)_?)?"
+    r"(step|iter|iteration|it|update)s?(_?(num|number|count|counter|done|idx|index))?",
+    re.IGNORECASE,
 )
 
 _saves_rates: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
@@ -66,8 +75,10 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._has_saved = False
+        self._told_of_step = self._told_of_workers = self._has_saved = False
         self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
+        self._began = 0  # the step at which this job began
+        self._counted: tuple[int, dict[str, int]] | None = None  # the first saved step, its counters
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
 
     @_harmless()
@@ -82,6 +93,8 @@ class AppWarnings:
                 'app["step"] before the save, or call it otherwise in the app if it counts something else [run-root]',
                 *(counted, step, counted),
             )
+        self._compare_counters(step, app)
+        self._told_of_workers = self._told_of_workers or warn_of_workers()
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
@@ -97,6 +110,29 @@ class AppWarnings:
             if key not in self._unheld
             for child in children_of(each)
         )
+
+    def _compare_counters(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns at the second save of a higher step of counters in the app that are where the job began.
+
+        A loop that counts in a variable of its own saves the same number each time.
+        """
+        here = {
+            key: value
+            for key, value in list(app.items())
+            if type(value) is int and value in (0, self._began) and _COUNTER.fullmatch(str(key)) and key != "step"
+        }
+        first, counters = self._counted or (step, here)
+        self._counted = first, counters
+        stayed = [key for key, value in counters.items() if here.get(key) == value]
+        if step > first and counters:
+            self._counted = first, {}  # once
+            for key in stayed:
+                _log.warning(
+                    "app[%r] is %d, as at step %d, and step %d is saved: after a restore the loop would begin from %d. "
+                    "Count in the app (app[%r] += 1), or set it before each save; call it otherwise if it counts "
+                    "something else [run-root]",
+                    *(key, counters[key], first, step, counters[key], key),
+                )
 
     def _compare_rates(self, found: Found, warns: bool) -> None:
         """Notes the rates of optimizers by names, and warns once of those that have changed and are not saved."""
@@ -127,6 +163,7 @@ class AppWarnings:
             report: of its load; None for none.
             is_whole: whether the app is all that the run saves.
         """
+        self._began, self._counted = step or 0, None
         counted = app.get("step") if report is not None and "step" in report.loaded else None
         if type(counted) is int and counted != step:
             _log.warning(

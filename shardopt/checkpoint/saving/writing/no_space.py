@@ -31,6 +31,11 @@ def explain_no_space(
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            found = f"{written():,} of the bytes written, and no more allowed in one file"
+            remedy = "raise the limit on the size of a file (ulimit -f, or the file system's), or save from more ranks"
+            problem = Problem(storage.url, found, f"{needed():,} bytes for {content}", remedy)
+            raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         free = storage.free_bytes()

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import os
 import shutil
+import signal
 import tempfile
 import threading
 import uuid
 from contextlib import suppress
 from pathlib import Path
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import seal, unpack_record
+from shardopt.checkpoint.run import keeper
 from shardopt.checkpoint.run.branches import (
     Branch,
     Branches,
@@ -40,6 +44,7 @@ from shardopt.errors import (
     MismatchError,
     OptionError,
 )
+from tests.harness import run_ranks
 
 # What branches are, without a disk.
 
@@ -507,9 +512,12 @@ def test_a_process_that_continues_the_run_as_it_was_leaves_tiers_as_they_are(tmp
 
 
 def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, caplog):
-    three_steps(tmp_path)
-    manager = checkpoint.Manager(tmp_path, keep=1)
-    checkpoint.load(manager.path(200), app_of())
+    three_steps(tmp_path / "full")
+    first = checkpoint.Manager(tmp_path / "first")
+    save(first, 200)
+    restored(first)
+    caplog.clear()
+    manager = checkpoint.Manager(tmp_path / "full", keep=1)  # a second one, which is not restored
     for step in (250, 260):
         save(manager, step, -step)
     assert manager.steps() == [260, 300]
@@ -517,6 +525,43 @@ def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, 
     assert "step 250 was saved below step 300 of another job" in line and "restore(app, step=...)" in line
     with pytest.raises(CheckpointExistsError):
         save(manager, 300)
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_a_forgotten_restore_is_refused_below_another_run_and_removes_nothing_of_it(
+    tmp_path, caplog, monkeypatch, stage
+):
+    """It used to remove the other run's best checkpoint at its first save."""
+    monkeypatch.setattr(keeper, "_resumed", WeakSet())  # of other tests, whose Managers were not closed
+    three_steps(tmp_path)
+    with checkpoint.Manager(tmp_path, keep=1, stage=stage) as manager:
+        for step in (10, 20):
+            with pytest.raises(CheckpointError, match="found step 300, which this job neither saved nor restored;"):
+                save(manager, step)
+                manager.wait()
+        assert manager.steps() == [100, 200, 300]
+        for step in (310, 320, 330):
+            save(manager, step)
+        manager.wait()
+        assert manager.steps() == [100, 200, 300, 330]
+    (line,) = [line for line in caplog.messages if "neither saved nor restored" in line]
+    assert "has 3 checkpoints that this job neither saved nor restored: steps 100, 200, 300. Retention leaves" in line
+    with checkpoint.Manager(tmp_path, keep=1) as manager:  # a restore counts them, whoever saved them
+        restored(manager)
+        save(manager, 340)
+        assert manager.steps() == [330, 340]
+
+
+def stopped_at_10(root):
+    with pytest.raises(SystemExit), checkpoint.Manager(root, stop_on=signal.SIGTERM) as manager:
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(manager, 10)
+
+
+def test_a_job_that_stops_saves_below_another_run(tmp_path):
+    three_steps(tmp_path)
+    run_ranks(1, stopped_at_10, str(tmp_path), backend=None)
+    assert checkpoint.Manager(tmp_path).steps() == [10, 100, 200, 300]
 
 
 def test_a_loop_that_does_not_continue_where_it_was_restored_is_told(tmp_path, caplog):

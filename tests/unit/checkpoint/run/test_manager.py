@@ -235,6 +235,7 @@ def test_remains_of_dead_saves_are_cleared_and_others_left(tmp_path, stage):
 
 def test_a_save_in_flight_to_the_same_root_is_not_cleared(tmp_path, monkeypatch):
     manager = checkpoint.Manager(tmp_path, keep=1)
+    manager.restore(app_of())  # so that all that comes to the root is this run's
     gate, unheld = threading.Event(), staging.copy_on_host
     monkeypatch.setattr(staging, "copy_on_host", lambda host, source: gate.wait(30) and unheld(host, source))
     weight = torch.nn.Parameter(torch.ones(3))

@@ -98,6 +98,8 @@ def test_links_that_lead_nowhere_take_no_place_of_a_checkpoint_where_some_are_re
         shutil.rmtree(root / f"step-0000000{step}")
         (root / f"step-0000000{step}").symlink_to(tmp_path / "archive")
     keep = checkpoint.Retention(last=2, best=("loss", "min", 1))
+    first = saved(tmp_path / "first", 4)  # of a job that resumes; the other is its second, which counts all steps
+    assert restored(first) == 4
     with checkpoint.Manager(root, keep=keep, destinations=[checkpoint.Mirror(mirror)]) as manager:
         manager.save(5, app_of(5), metrics={"loss": 1.0})
         manager.wait()
@@ -301,7 +303,7 @@ def stderr_under(root, configurations):
             exec(configured)
             for _ in range(2):
                 checkpoint.Manager(root).restore(app_of())
-            checkpoint.Manager(root + "/none").restore(app_of())
+            checkpoint.Manager(root + "/a/none").restore(app_of())
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
     return {each: Path(f"{root}/{number}.txt").read_text().splitlines() for number, each in enumerate(configurations)}
@@ -330,7 +332,7 @@ def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_other
     first, second, none = messages[""]
     assert first.startswith(f"shardopt: resumed step 3 from {tmp_path}/step-00000003, saved by 1 rank on ")
     assert first.endswith(" ago") and second.startswith(first.rsplit(",", 1)[0])
-    assert none == f"shardopt: starting fresh: {tmp_path}/none does not exist"
+    assert none == f"shardopt: starting fresh: {tmp_path}/a/none does not exist"
 
 
 def test_a_checkpoint_of_another_step_than_its_directorys_is_told(tmp_path, caplog):

@@ -183,6 +183,7 @@ def test_what_a_damaged_manifest_does_not_tell_counts_as_old(tmp_path, clock, ca
     save(checkpoint.Manager(tmp_path), clock, [1, 2], seconds=1)
     (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
     manager = checkpoint.Manager(tmp_path, keep=Retention(seconds=1000))
+    assert manager.restore({"step": 0}) == 2
     save(manager, clock, [3, 4])
     assert manager.steps() == [2, 3, 4] and "step-00000001" in caplog.text
 

@@ -138,9 +138,10 @@ def test_one_whose_metrics_are_never_readable_stays_and_so_does_the_best_of_the_
         manager.add_metrics(1, {"accuracy": 0.9})
     _unreadable_once(monkeypatch, "step-00000001.metrics.json", math.inf, number)
     with Manager(tmp_path, keep=keep) as manager:
+        manager.restore(app)
         for step in (4, 5, 6):
             manager.save(step, app, metrics={"loss": 0.9})
-        assert manager.steps() == [1, 2, 6]
+        assert manager.steps() == [1, 2, 3, 6]
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "step-00000001 stays, as its metrics cannot be read" in line and "move it away" in line
     assert "step-00000001.metrics.json" in line
@@ -187,6 +188,7 @@ def test_a_store_that_fails_is_asked_for_the_metrics_of_two_checkpoints(
 
     monkeypatch.setattr(keeper, "noted_of", failing)
     with Manager(root, keep=Retention(last=1, best=("loss", "min", 1))) as manager:
+        manager.restore({"x": torch.zeros(4)})
         manager.save(5, {"x": torch.zeros(4)}, metrics={"loss": 1.0})
         manager.wait()
         assert len(asked) == 2 and manager.steps() == [0, 1, 2, 3, 4, 5]

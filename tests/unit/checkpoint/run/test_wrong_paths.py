@@ -237,3 +237,39 @@ def test_other_files_in_a_root_do_not_make_it_a_checkpoint(tmp_path):
         assert manager.restore(app) == 0
         manager.save(1, app)
         assert manager.restore(app) == 1
+
+
+def test_a_run_that_is_one_level_up_or_down_is_named(run, caplog):
+    (run / "empty").mkdir()
+    for root in (run.parent, run / "empty", run.parent / "Runs"):
+        caplog.clear()
+        assert checkpoint.Manager(root).restore({"x": torch.ones(1)}) == 0
+        (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert line.startswith(f"no checkpoint is in {root}, and a run is in {run}: if that is meant, give Manager")
+    caplog.clear()
+    checkpoint.Manager(run.parent / "run2").restore({"x": torch.ones(1)})
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("short", ["step-9", "step-0009", "step_9", "9"])
+def test_a_step_whose_number_is_short_is_named(run, short):
+    assert refused(run / short) == f"nothing / give {run}/step-00000009, which is there"
+    assert refused(run / "step-300") == "nothing / give another path"
+
+
+def test_a_root_that_cannot_be_written_is_told_of_at_the_restore(run, caplog, monkeypatch):
+    app = {"x": torch.ones(1)}
+    checkpoint.Manager(run).restore(app)
+    assert "cannot be written" not in caplog.text
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for root, there in ((run, run), (run.parent / "a" / "b", run.parent)):
+        caplog.clear()
+        checkpoint.Manager(root).restore(app)
+        assert f"{there} cannot be written to: the first save to {root} will fail [storage-failed]" in caplog.messages
+
+
+def test_a_limit_on_the_size_of_a_file(tmp_path):
+    with watched([Fault(0, "os:writev", action="EFBIG")], []), pytest.raises(NoSpaceError) as caught:
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    (problem,) = caught.value.problems
+    assert "no more allowed in one file" in problem.found and "raise the limit on the size of a file" in problem.remedy

@@ -295,3 +295,30 @@ def test_a_checkpoint_that_does_not_say_what_was_frozen_is_told_of_by_its_steps(
     caplog.clear()
     app_warnings.warn_of_frozen(app_warnings.objects_in(app), replace(report, frozen=None))
     assert "has trained 2 parameters that are frozen now" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["iter_num", "global_step", "completed_steps", "num_steps", "iteration"])
+def test_a_counter_that_stays_while_the_loop_counts_elsewhere_is_told_of_once(tmp_path, caplog, key):
+    """The first job saves 0 at each step. One that resumes begins from there."""
+    for saved in ([1, 2, 3], [4, 5]):
+        app = {"model": nn.Linear(1, 1), key: 0, "max_steps": 0, "skipped_steps": 0, "eval_iters": 0, "best_iter": 0}
+        with checkpoint.Manager(tmp_path) as manager:
+            app[key] = manager.restore(app)
+            caplog.clear()
+            for step in saved:
+                manager.save(step, app)
+        (line,) = caplog.messages
+        begun = saved[0] - 1
+        assert f"app[{key!r}] is {begun}, as at step {saved[0]}, and step {saved[1]} is saved: after a restore" in line
+
+
+def test_counters_that_count_are_not_told_of(tmp_path, caplog):
+    app = {"model": nn.Linear(1, 1), "iter_num": 0, "total_steps": 500, "num_steps": 8, "step": 0}
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore(app)
+        manager.save(0, app)
+        for step in (1, 2, 3):
+            app["step"] = step
+            app["iter_num"] = step // 2 + 1
+            manager.save(step, app)
+    assert caplog.messages == []

@@ -114,8 +114,11 @@ def test_a_manager_keeps_what_its_chains_need(tmp_path):
             assert all(checkpoint.verify(manager.path(each)).ok for each in manager.steps())
         assert is_as_saved(manager.path(15), app)
     assert longest > 2
-    with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
-        manager.save(16, {"other": torch.zeros(3)})
+    with checkpoint.Manager(tmp_path.with_name(f"{tmp_path.name}-first")) as first:
+        first.save(15, {"step": 15})
+        first.restore({"step": 0})  # so that the other is a second Manager of a job that resumes, and counts all steps
+        with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
+            manager.save(16, {"other": torch.zeros(3)})
     assert [each.name for each in tmp_path.iterdir()] == ["step-00000016"]
 
 

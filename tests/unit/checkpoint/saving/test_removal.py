@@ -31,6 +31,15 @@ def save(root, *steps, **options):
             manager.save(step, {"x": torch.ones(50_000), "y": torch.full((3,), float(step)), "step": step})
 
 
+@pytest.fixture(autouse=True)
+def resumed(tmp_path_factory):
+    """Another Manager of this process has resumed a run: those of the tests are second ones, which count all steps."""
+    with checkpoint.Manager(tmp_path_factory.mktemp("first")) as manager:
+        manager.save(0, {"step": 0})
+        manager.restore({"step": 0})
+        yield
+
+
 def left_in(root):
     return sorted(path.name for path in root.iterdir())
 

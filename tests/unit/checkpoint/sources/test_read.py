@@ -584,3 +584,22 @@ def test_autograd_sees_that_memory_was_read_into(stored_matrix):
     assert same(weight.detach(), tensors["x"]) and same(frozen, tensors["x"])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_what_holds_others_is_read_nested_as_it_was_saved(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    arguments = {"layers": 2, "bias": False, "sizes": [1, 2], "none": {}}
+    app = {"model": model, "model_args": arguments, "list": [torch.ones(2), {"x": torch.zeros(1)}], "step": 3}
+    checkpoint.save(tmp_path / "c", app)
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.read("model_args") == arguments
+        assert reader.read("model_args.sizes") == [1, 2]
+        state = reader.read("model")
+        assert state.keys() == model.state_dict().keys()
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+        assert reader.read("model.1").keys() == {"weight", "bias"}
+        assert reader.read("list")[1]["x"].tolist() == [0]
+        assert reader.read("list.0").tolist() == [1, 1]
+        for key in ("mode", "model_arg", "model.2", "list.2"):
+            with pytest.raises(MismatchError, match="no such key"):
+                reader.read(key)

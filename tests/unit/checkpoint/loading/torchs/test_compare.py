@@ -240,7 +240,7 @@ def test_an_order_that_nothing_confirms_is_told(tmp_path, caplog, sizes, rename,
     app["optimizer"].step()
     torch.save({key: each.state_dict() for key, each in app.items()}, tmp_path / "c.pt")
     checkpoint.load(tmp_path / "c.pt", made("keyed"), init_state=True, rename=rename)
-    assert sum("unconfirmed [by-position]" in line for line in caplog.messages) == told
+    assert sum("nothing stored confirms it" in line for line in caplog.messages) == told
 
 
 def test_positions_of_l_bfgs_are_kept(tmp_path):
