@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from shardopt.runtime.torch_private import remove_step_hooks
+from shardopt.runtime.torch_private import remove_step_hooks, running_hooks
 
 _of: WeakKeyDictionary[Optimizer, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
@@ -33,7 +33,7 @@ def step_along(
     end = partial(part, optimizer, companion, before, after)
     end()
     note_companion(optimizer, companion, mark)
-    optimizer.register_step_pre_hook(before)
+    running_hooks(optimizer).register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     return end
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.errors import PartialLoadError, Problem
+from shardopt.runtime.torch_private import running_hooks
 
 _AGAIN_ALONE = "load it again, whole, by load_state_dict or checkpoint.load"
 _AGAIN_WITH_APP = (
@@ -178,7 +179,7 @@ def _put(node: Optimizer, mark: _Mark) -> None:
     """Marks a node; where it is marked already, what mends it has to mend both."""
     earlier = _mark_of(node)
     if earlier is None:
-        _marks[node] = mark, node.register_step_pre_hook(_refuse_step)
+        _marks[node] = mark, running_hooks(node).register_step_pre_hook(_refuse_step)
         return
     mark = _Mark(mark.what, mark.left_out & earlier.left_out, mark.written | earlier.written)
     _marks[node] = mark, _marks[node][1]

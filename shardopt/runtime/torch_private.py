@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, lru_cache, wraps
+from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -85,6 +86,25 @@ def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
                 raise RuntimeError(f"a step pre-hook must return None or (args, kwargs), but returned {changed!r}")
             args, kwargs = changed
     return args, kwargs
+
+
+def running_hooks(optimizer: Optimizer) -> Optimizer:
+    """Returns an optimizer whose `step` runs the hooks that are registered on it from now on.
+
+    torch's constructor sees to that for its class. Classes that leave it out, as torchrec's `KeyedOptimizerWrapper`
+    does, take hooks and never run them. The step of this one object is wrapped then: that of the class would also run
+    within the steps of its subclasses, and so twice.
+    """
+    step = optimizer.step
+    if not getattr(step, "hooked", False):
+        inner = getattr(step, "__func__", None)  # a schedule of torch's has put a function of no object in its place
+
+        @wraps(step)
+        def hooked_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs) if inner is None else inner(self, *args, **kwargs)
+
+        optimizer.step = MethodType(without_hooks(Optimizer.profile_hook_step(hooked_step)), optimizer)  # type: ignore[method-assign]
+    return optimizer
 
 
 def remove_step_hooks(optimizer: Optimizer, *hooks: Callable[..., Any]) -> None:

@@ -153,6 +153,12 @@ def with_options(groups: Groups, options: OptionsByMember) -> list[dict[str, Any
     return groups_of(by_member)
 
 
+def as_grouped(groups: Groups, options: OptionsByMember) -> list[dict[str, Any]]:
+    """Returns the same groups, each with the options of its first parameter that has some."""
+    first = [next((options[name] for name in group[PARAMS] if name in options), {}) for group in groups]
+    return [{**group, **own} for group, own in zip(groups, first, strict=True)]
+
+
 def renamed_group(group: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
     """Returns a group with its parameters renamed, in order."""
     return {option: [*map(rename, value)] if option in _NAME_LISTS else value for option, value in group.items()}

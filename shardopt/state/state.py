@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.state.names import ParameterNames
-from shardopt.state.param_groups import Groups, Numbered, OptionsByMember, groups_elsewhere, with_options
+from shardopt.state.param_groups import Groups, Numbered, OptionsByMember, as_grouped, groups_elsewhere, with_options
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, keys_below
 from shardopt.state.versions import Noted
 
@@ -193,6 +193,12 @@ class RestoreTarget:
         return params.keys if isinstance(params, Mapping) and all(isinstance(name, str) for name in params) else None
 
     @property
+    def keeps_groups(self) -> bool:
+        """Whether it is another library's optimizer by names, whose load wants the groups that it has."""
+        is_others = isinstance(self.object, torch.optim.Optimizer) and not isinstance(self.object, PartialStateful)
+        return is_others and self.groups is not None and self.numbered is None
+
+    @property
     def state_key(self) -> str:
         """The key of an optimizer's state in an app."""
         return join((*self.path, STATE))
@@ -212,6 +218,9 @@ class RestoreTarget:
         if self.numbered is not None:
             return self.numbered.numbered(self.state, self.options)
         if self.groups is not None and (self.options or self.elsewhere):
+            if self.keeps_groups:
+                self.state[PARAM_GROUPS] = as_grouped(self.groups, self.options)
+                return self.state
             elsewhere = groups_elsewhere(self.elsewhere) if self.elsewhere else []
             self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + elsewhere
         return self.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -64,6 +64,13 @@ def _refuse_lost(wrapper: Any, inner: Any, path: Path) -> None:
     remedy = f"for a warm-up take {SHARDOPTS_WARM_UP}"
     problems = [Problem(key, found, "state that is saved: a resumed run would begin it anew", remedy) for key in keys]
     raise StateError("a wrapper of an optimizer has state that cannot be saved", problems)
+
+
+def constructed(optimizer: Optimizer) -> Optimizer:
+    """Returns what takes hooks: an optimizer, or the one inside another library's class; raises as `unwrapped`."""
+    if isinstance(optimizer, Optimizer) and not is_constructed(optimizer):
+        return cast(Optimizer, unwrapped(optimizer))
+    return optimizer
 
 
 def is_constructed(optimizer: Optimizer) -> bool:

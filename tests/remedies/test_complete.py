@@ -50,6 +50,8 @@ TEXTS = {
     "is rounded at random from here on": LINE,
     "of the app only what select=": LINE,
     'with rounding="nearest": a step changes': "tests/remedies/test_calls.py reads the line",
+    "of the dense modules, each by itself": "tests/unit/optim/test_averaging.py follows it",
+    "and set the options of the groups in the code": "tests/unit/checkpoint/loading/torchs/test_within.py follows it",
     "an axis has a name, and its size": "tests/remedies/test_load.py: a ValueError",
 }
 

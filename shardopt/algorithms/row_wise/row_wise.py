@@ -107,8 +107,8 @@ class RowWiseAdagrad(_RowWise):
     """Adagrad with one accumulator per row: the sum over steps of the row's mean squared gradient.
 
     Gradients may be dense or sparse; with the same values they give the same result, as a row without a gradient is
-    not moved. Groups, defaults and names are those of torchrec.optim's class. That one moves all elements of a row by
-    the mean of their gradients; here each moves by its own, as in FBGEMM's exact row-wise Adagrad.
+    not moved. Groups, defaults and names are those of torchrec.optim's class. Older ones moved all elements of a row by
+    the mean of their gradients; here each moves by its own, as in torchrec 1.8 and FBGEMM's exact row-wise Adagrad.
 
     Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011). The mean over a row: Mudigere et al.,
     Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models (2022).

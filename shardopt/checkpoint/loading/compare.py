@@ -178,6 +178,7 @@ def _match_objects(
             continue
         problems = [*state.refused(strictness)] if isinstance(target.object, CheckedStateful) else []
         is_torchs = target.groups is None and isinstance(target.object, Optimizer | GradScaler)
+        problems += filter(None, [state.regrouped()])
         if target.numbered is not None or is_torchs:
             problems += problems_of_torchs(target, flat, names, there[path], strictness)
         if problems:

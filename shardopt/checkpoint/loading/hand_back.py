@@ -9,6 +9,7 @@ from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
+from shardopt.state.fused_kernels import take_rates
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.state.versions import Noted, note, stored_for, versions_in
@@ -74,6 +75,7 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         try:
             with keeping_groups_and_dtypes(target.object):
                 target.object.load_state_dict(target.filled_state(), **choices)
+                take_rates(target.object)
         except Exception as error:
             told = _refusal(error, loaded, number)
             if told is error:

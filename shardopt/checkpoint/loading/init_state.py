@@ -23,17 +23,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from shardopt.checkpoint.format.manifest import Manifest, StoredTensor, StoredTensors
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.loading.names import Names, owner_of, saved_by_another, stored_paths
 from shardopt.checkpoint.loading.object_state import lacks_state_alone
 from shardopt.checkpoint.loading.torchs.made_state import (
     TorchsState,
     of_other_algorithms,
+    refuse_lost_wrappers,
     stored_dtypes,
     stored_state,
     torchs_state,
 )
-from shardopt.errors import MismatchError, Problem
+from shardopt.checkpoint.loading.torchs.within import torchs_within
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
@@ -45,12 +46,6 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 _MAXIMA = ("max_exp_avg_sq",)
 """Entries of torch's algorithms that are right from zeros on at any step."""
-
-_STEP_BEFORE = (
-    "where there is a checkpoint to load (manager.steps()), take a step with rate 0 before: set 'lr' of each group to "
-    "0 (fill_(0) if it is a tensor), run a forward and a backward that reaches every parameter, step, and call "
-    "zero_grad(); the load puts rates and state back"
-)
 
 
 @dataclass(slots=True)
@@ -205,22 +200,11 @@ def _changes(
         if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
             continue  # each has what the other has
         torchs = torchs_state(each, own, manifest, flat.tied, saved_as)
-        if torchs is not None:
-            live = set(_live_names(each, flat, here, chosen))
-            absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
-            _refuse_lost_wrappers(each.state_key, optimizer, {name: torchs.stored[name] for name in absent_names})
-            since = live - torchs.stored.keys() if takes_back else set()
-            forget = _known_without_state(each, since, torchs.parameters, flat, manifest)
-            if isinstance(optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
-                forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
-            others = of_other_algorithms(each, manifest, flat.tied, other_class)
-            # torch's own classes step with what the stored options ask for, which a load takes in any case.
-            is_due = extends or makes_lazy_state_as_torch(torchs.optimizer)
-            extend = torchs.lacking(live - forget.keys() - set(others)) if is_due else {}
-            absent = torchs.stored.keys() - (live - forget.keys())
-            yield key, _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
-            continue
-        if not hasattr(optimizer, "init_state"):
+        made = torchs_within(each, own, manifest, flat.tied, saved_as) if torchs is None else [torchs]
+        live = set(_live_names(each, flat, here, chosen)) if made else set()
+        for number, torchs in enumerate(made):
+            yield f"{key}.{number}", _change_of_torchs(each, torchs, live, flat, manifest, takes_back, extends)
+        if made or not hasattr(optimizer, "init_state"):
             continue
         if isinstance(optimizer, UnsteppedStateful) and "names" in inspect.signature(optimizer.init_state).parameters:
             known = optimizer.held_state_names()
@@ -240,23 +224,28 @@ def _changes(
             yield key, _Change(optimizer, None)
 
 
-def _refuse_lost_wrappers(key: str, optimizer: object, absent: Mapping[str, Mapping[Path, Any]]) -> None:
-    """Raises MismatchError for state of torchao's optimizers, in parts that would come back as dicts.
-
-    No step works with these. Tensors in 8 or 4 bits are stored in parts, which do not tell of what class the whole was.
-
-    Args:
-        key: of the state in the app.
-        absent: name of a parameter → path within its state → what is stored there, of those without state here.
-    """
-    if not any(each.__module__.startswith("torchao.") for each in type(optimizer).__mro__):
-        return
-    for name, entries in absent.items():
-        for path, stored in entries.items():
-            if len(path) > 1 and isinstance(stored, StoredTensor):
-                where, found = f"{key}.{name}.{path[0]}", f"parts of a tensor ({path[-1]}, …), and not its class"
-                problem = Problem(where, found, "one that a step of this optimizer has made", _STEP_BEFORE)
-                raise MismatchError("state of wrapper tensors cannot be made by a load", [problem])
+def _change_of_torchs(
+    target: RestoreTarget,
+    torchs: TorchsState,
+    live: Set[str],
+    flat: FlatState,
+    manifest: Manifest,
+    takes_back: bool,
+    extends: bool,
+) -> _Change:
+    """Returns the change that one of torch's optimizers needs, of an object with state of `live` names."""
+    absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
+    refuse_lost_wrappers(target.state_key, torchs.optimizer, {name: torchs.stored[name] for name in absent_names})
+    since = live - torchs.stored.keys() if takes_back else set()
+    forget = _known_without_state(target, since, torchs.parameters, flat, manifest)
+    if isinstance(torchs.optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
+        forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
+    others = of_other_algorithms(target, manifest, flat.tied, other_class)
+    # torch's own classes step with what the stored options ask for, which a load takes in any case.
+    is_due = extends or makes_lazy_state_as_torch(torchs.optimizer)
+    extend = torchs.lacking(live - forget.keys() - set(others)) if is_due else {}
+    absent = torchs.stored.keys() - (live - forget.keys())
+    return _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
 
 
 def _known_entries(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,10 @@ from shardopt.state.param_groups import (
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import CheckedStateful, FlatState, GroupedStateful, Leaf, PartialStateful, RestoreTarget
+from shardopt.state.values import canonical, encode_value
+
+_ONE_GROUP = "are in one group of another library's optimizer"
+_SKIP_GROUPS = r'load with select=r"^(?!{}\.)", and set the options of the groups in the code'
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,38 @@ class StateOfObject:
                     "strict=False and init_state=True, which takes that and no options"
                 )
                 return Problem(f"{key}.{ALGORITHM}", f"{saved_by}, {SAVED_BY}", own, remedy)
+        return None
+
+    def regrouped(self) -> Problem | None:
+        """Returns the problem of another library's optimizer that has parameters with several options in one group.
+
+        Its own load finds that too, and the app is half loaded then.
+        """
+        target, values = self.target, self.names.manifest.values
+        if not target.keeps_groups:
+            return None
+        section = (*target.path, PARAM_GROUPS)
+        keys = {str(leaf.path[-1]): key for key, leaf in self.own.items() if leaf.path[:-1] == section}
+        for group in target.groups or ():
+            stored: dict[bytes | str, tuple[str, Any]] = {}
+            for name in group[PARAMS]:
+                key = keys.get(self.flat.tied.get(name, name), "")
+                if key in self.names.chosen and key in values:
+                    options = values[key][1]
+                    stored.setdefault(canonical(encode_value(options, key)), (name, options))
+            if len(stored) > 1:
+                (one, first), (other, second) = [*stored.values()][:2]
+                unlike = {each for each in first if first[each] != second.get(each)}
+                found = "; ".join(
+                    f"{', '.join(f'{each}={options.get(each)!r}' for each in sorted(unlike))} of {name}"
+                    for name, options in ((one, first), (other, second))
+                )
+                return Problem(
+                    join(section),
+                    found,
+                    f"one for both, which {_ONE_GROUP}",
+                    _SKIP_GROUPS.format(re.escape(join(section))),
+                )
         return None
 
     def refused(self, strictness: Strictness) -> Iterator[Problem]:

@@ -213,7 +213,7 @@ def plan_rank(
     match = compare_here(names)
     match.problems += chain.from_iterable(each.problems for each in growing)
     if match.problems:
-        reader, names, match = _with_row_state(reader, views, names, strictness, match, compare_here)
+        reader, names, match = _with_row_state(reader, flat, views, names, strictness, match, compare_here)
     differs = match.problems or match.missing or match.unexpected
     may_grow = growing_in(flat, names, options.select) if differs and grow is None else []
     unmatched = strictness.unmatched(flat, names) if isinstance(strictness.missing, re.Pattern) else ()
@@ -245,6 +245,7 @@ def plan_rank(
 
 def _with_row_state(
     reader: CheckpointReader,
+    flat: FlatState,
     views: Mapping[str, View],
     names: Names,
     strictness: Strictness,
@@ -254,6 +255,7 @@ def _with_row_state(
     """Compares again with state of rows merged, if that may be; else its problems get the remedy."""
     shapes = {key: view.shape for key, view in views.items() if key in names.chosen}
     states = other_row_state(reader, names.renamed, shapes)
+    states = {key: state for key, state in states.items() if _rows_here(flat, views, key) == {state.rows}}
     known = {key: state for key, state in states.items() if state.widths}
     if strictness.row_state == "merge" and known:
         reader = MergedRows(reader, {names.renamed.get(key, key): state for key, state in known.items()})
@@ -266,6 +268,19 @@ def _with_row_state(
         with_remedy(each, states[each.key], unlike[each.key]) if each.key in unlike else each for each in match.problems
     ]
     return reader, names, match
+
+
+def _rows_here(flat: FlatState, views: Mapping[str, View], key: str) -> set[int]:
+    """Returns how many rows the app's tables have of which it has state under a key; none if there is no such table.
+
+    With twice the rows state looks like that of two parts of the columns.
+    """
+    name = str(flat.leaves[key].path[-2])
+    shapes = [view.shape for other, view in views.items() if f".{other}".endswith(f".{name}")]
+    if not shapes:
+        params = [getattr(each.object, "params", None) for each in flat.targets if key.startswith(f"{each.state_key}.")]
+        shapes = [tuple(each[name].shape) for each in params if isinstance(each, Mapping) and name in each]
+    return {shape[0] for shape in shapes if len(shape) == 2}
 
 
 def _values_of_rank(

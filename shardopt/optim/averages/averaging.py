@@ -31,6 +31,7 @@ from shardopt.optim.averages.tensors import (
     is_inexact,
     names_of_averages,
     refuse_other_shapes,
+    refuse_rows_of_ranks,
     refuse_uncounted,
 )
 from shardopt.optim.state_dict.groups import refuse_flattened
@@ -46,6 +47,7 @@ from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.state.param_groups import AVERAGING, N_AVERAGED
 from shardopt.state.paths import STATE
+from shardopt.state.trainer_optimizers import constructed
 
 AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]
@@ -110,6 +112,7 @@ class Averaging:
         reshard(model.modules())
         self._params = by_plain_name(model, model.named_parameters())
         refuse_flattened(self._params)
+        refuse_rows_of_ranks(self._params)
         self._places = Places(model, self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses a tensor that could not be saved
@@ -232,6 +235,7 @@ class Averaging:
         Returns:
             A function that ends this.
         """
+        optimizer = constructed(optimizer)
         for other in companions_of(optimizer):
             if isinstance(other, Averaging) and other._model is self._model and other._places.others():
                 part(optimizer, other, other._before_step, other._after_step)

@@ -107,6 +107,21 @@ def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[T
         raise StateError("a tensor has changed under its average", [problem], code="averages")
 
 
+def refuse_rows_of_ranks(params: Mapping[str, Tensor]) -> None:
+    """Raises StateError for parameters of torchrec's that are this rank's rows, as averages would be saved so."""
+    sliced = next((name for name, each in params.items() if _is_slice(each)), None)
+    if sliced is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        found = "a table of torchrec's DistributedModelParallel, of which it gives this rank's rows as a parameter"
+        remedy = "make averages of the dense modules, each by itself, as EMA(model.over)"
+        problem = Problem(sliced, found, "a tensor that says of which rows it is", remedy)
+        raise StateError("averages cannot be made", [problem], code="averages")
+
+
+def _is_slice(tensor: Tensor) -> bool:
+    kind = type(tensor)
+    return kind.__name__ == "TableBatchedEmbeddingSlice" and kind.__module__.startswith("torchrec.")
+
+
 def is_inexact(dtype: torch.dtype) -> bool:
     """Whether tensors of a dtype can be averaged."""
     return dtype.is_floating_point or dtype.is_complex

@@ -14,6 +14,7 @@ from shardopt import checkpoint
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW
 from shardopt.errors import LayoutError, MismatchError, StateError
 from shardopt.optim.averages import tensors as averaged_tensors
+from tests.support.fake_rank import as_rank
 
 KINDS = {
     "ema": (lambda model, **o: shardopt.EMA(model, 0.9, **o), get_ema_multi_avg_fn(0.9)),
@@ -880,3 +881,16 @@ def test_torchs_calls_are_taken_or_refused_by_name():
         by_averages = model[1].running_mean.clone()
         shardopt.optim.update_bn(batches, model)
         assert torch.equal(model[1].running_mean, by_averages) and not torch.equal(by_averages, before)
+
+
+def test_tables_whose_rows_are_this_ranks_have_no_averages():
+    """As torchrec's, whose class is known by its name."""
+    kind = type("TableBatchedEmbeddingSlice", (torch.nn.Parameter,), {"__module__": "torchrec.distributed.composable"})
+    model = torch.nn.ModuleDict({"over": torch.nn.Linear(2, 2), "tables": torch.nn.Module()})
+    model["tables"].weight = torch.nn.Parameter(torch.zeros(2, 2))
+    model["tables"]._parameters["weight"] = torch.Tensor._make_subclass(kind, torch.zeros(2, 2), True)
+    shardopt.EMA(model, decay=0.9)
+    with as_rank(0, 2):
+        with pytest.raises(StateError, match=r"tables\.weight: .* make averages of the dense modules"):
+            shardopt.EMA(model, decay=0.9)
+        shardopt.EMA(model["over"], decay=0.9)

@@ -19,12 +19,18 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import owner_of
 from shardopt.checkpoint.loading.torchs.kept import STEP
+from shardopt.errors import MismatchError, Problem
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch, steps_as_torch
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
 from shardopt.state.state import FlatState, RestoreTarget, Tied
 
+_STEP_BEFORE = (
+    "where there is a checkpoint to load (manager.steps()), take a step with rate 0 before: set 'lr' of each group to "
+    "0 (fill_(0) if it is a tensor), run a forward and a backward that reaches every parameter, step, and call "
+    "zero_grad(); the load puts rates and state back"
+)
 _CPU = torch.device("cpu")
 _Place = tuple[int, int] | None
 """The storage of a local tensor, by its number while it lives, and where in it the tensor begins; None if unknown."""
@@ -185,6 +191,25 @@ def of_other_algorithms(
     return [
         name for name, options in stored.items() if isinstance(options, Mapping) and other(options, numbered.algorithm)
     ]
+
+
+def refuse_lost_wrappers(key: str, optimizer: object, absent: Mapping[str, Mapping[Path, Any]]) -> None:
+    """Raises MismatchError for state of torchao's optimizers, in parts that would come back as dicts.
+
+    No step works with these. Tensors in 8 or 4 bits are stored in parts, which do not tell of what class the whole was.
+
+    Args:
+        key: of the state in the app.
+        absent: name of a parameter → path within its state → what is stored there, of those without state here.
+    """
+    if not any(each.__module__.startswith("torchao.") for each in type(optimizer).__mro__):
+        return
+    for name, entries in absent.items():
+        for path, stored in entries.items():
+            if len(path) > 1 and isinstance(stored, StoredTensor):
+                where, found = f"{key}.{name}.{path[0]}", f"parts of a tensor ({path[-1]}, …), and not its class"
+                problem = Problem(where, found, "one that a step of this optimizer has made", _STEP_BEFORE)
+                raise MismatchError("state of wrapper tensors cannot be made by a load", [problem])
 
 
 def stored_state(

@@ -26,13 +26,19 @@ from shardopt.sharding.pieces import View
 from shardopt.sharding.swapped import refuse_swapped
 from shardopt.sharding.view import addresses_of, local_tensors
 from shardopt.state.names import plain_name
-from shardopt.state.paths import Path, join, keys_below
+from shardopt.state.paths import STATE, Path, join, keys_below
 from shardopt.state.state import FlatState, RestoreTarget
 
 _SAVE_IN_SWAP = "a checkpoint of a training would have averages in the place of weights"
 _REMEDY = (
     "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
     "then keyed(..., model.named_parameters()). If these are another model's, put that module itself into the app"
+)
+
+
+_IN_BACKWARD = (
+    "have backward step these tables: apply_optimizer_in_backward(torch.optim.Adagrad, tables.parameters(), {...}) "
+    "before DistributedModelParallel, whose fused_optimizer goes into the app; or plan them data_parallel"
 )
 
 
@@ -49,6 +55,9 @@ def check_optimizers(flat: FlatState) -> None:
 
     An optimizer by names whose parameters have changed places in the model, as where layers are put in another order,
     would save their state under each other's names, and a resume would give it to the wrong ones.
+
+    So is state of a plain parameter that is this rank's part of a sharded tensor, as torchrec's DENSE kernel gives: it
+    would be taken for that of the whole.
 
     Averages in the place of stepped parameters (`EMA.swap`) would be trained after a resume. A model without its
     optimizer may be saved so.
@@ -80,6 +89,7 @@ def check_optimizers(flat: FlatState) -> None:
     if strange or any(named.values()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
+            _refuse_parts(strange, modules)
             _refuse_strange(strange, parameters, {join(each.path): _buffers_in(each) for each in modules}, flat)
         _refuse_moved(named, parameters)
     if places:
@@ -150,6 +160,25 @@ def _refuse_strange(
             [each for each in problems if each],
             code="stale-parameters",
         )
+
+
+def _refuse_parts(optimizers: Sequence[RestoreTarget], modules: Sequence[RestoreTarget]) -> None:
+    """Raises StateError for state of plain parameters that are this rank's part of a module's sharded tensor."""
+    whole: dict[Any, torch.Size] = {}
+    for tensor in (each for module in modules for each in module.state.values() if isinstance(each, Tensor)):
+        whole |= {_place(each): tensor.shape for each in _locals(tensor) if each.shape != tensor.shape}
+    problems = []
+    for target, child in ((each, child) for each in optimizers if whole for child in children_of(each.object)):
+        tensors = [each for group in child.param_groups for each in group["params"]]
+        named = names_of(child) or {str(number): each for number, each in enumerate(tensors)}
+        for name, tensor in named.items():
+            shape = whole.get(_memory(tensor))
+            if shape is not None and _locals(tensor)[0].shape == tensor.shape != shape and child.state.get(tensor):
+                found = f"state of {[*tensor.shape]}, as this rank's part of {[*shape]} is a parameter by itself"
+                key = join((*target.path, STATE, name))
+                problems.append(Problem(key, found, "state that says of which rows it is", _IN_BACKWARD))
+    if problems:
+        raise StateError("an optimizer steps this rank's part of a tensor", problems, code="cannot-store")
 
 
 def _strange(

@@ -30,6 +30,7 @@ from shardopt.checkpoint.saving.planning.frozen import is_frozen, members_of
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
+from shardopt.state.fused_kernels import counts_steps, has_other_rate, kernels_in
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 
@@ -75,7 +76,7 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._told_of_workers = self._has_saved = False
+        self._told_of_step = self._told_of_workers = self._told_of_kernels = self._has_saved = False
         self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
         self._began = 0  # the step at which this job began
         self._counted: tuple[int, dict[str, int]] | None = None  # the first saved step, its counters
@@ -100,6 +101,8 @@ class AppWarnings:
             self._unheld |= warn_of_unheld(found, but=self._unheld)
         if is_first:
             warn_of_collisions(found)
+            warn_of_counts(found)
+        self._told_of_kernels = self._told_of_kernels or warn_of_kernel_rates(found)
         self._compare_rates(found, warns=True)
 
     def _may_be_stale(self, found: Found) -> bool:
@@ -222,6 +225,32 @@ def warn_of_collisions(found: Found) -> None:
             "since they last evicted some: a resumed run may give ids other rows than the run did [cannot-store]",
             key,
         )
+
+
+def warn_of_counts(found: Found) -> None:
+    """Logs a warning of torchrec's fused tables whose kernels count steps, which is in no state. Local."""
+    for key, optimizer in _optimizers(found).items():
+        if any(counts_steps(kernel) for _, kernel in kernels_in(optimizer)):
+            _log.warning(
+                "%s has fused tables whose steps depend on FBGEMM's count of them, which is in no state: a resumed run "
+                "would begin it anew. Call set_optimizer_step(steps) of the fused optimizer after a restore "
+                "[cannot-store]",
+                key,
+            )
+
+
+def warn_of_kernel_rates(found: Found) -> bool:
+    """Logs a warning of fused tables whose kernel has another rate than their group; returns whether any has. Local."""
+    optimizers = _optimizers(found).items()
+    others = [key for key, each in optimizers if any(has_other_rate(*pair) for pair in kernels_in(each))]
+    if others:
+        _log.warning(
+            "%s has fused tables that the next backward moves by another rate than that of their group, by which a "
+            "resumed run would move them: torchrec sets it in step() and zero_grad(). Call zero_grad() of the fused "
+            "optimizer after each change of the rate [optimizer-state]",
+            others[0],
+        )
+    return bool(others)
 
 
 def _manages_collisions(module: Module) -> bool:

@@ -184,7 +184,8 @@ def _tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[i
     if new and _is_first(members):
         _log.warning(
             "nothing of %s is saved, as no state of the metric is persistent: a resumed run would begin it anew. Call "
-            "its persistent(True) before saves and loads, or leave it out of the app [cannot-store]",
+            "its persistent(True) before saves and loads, and on several ranks, as each counts for itself, put "
+            "PerRank(dict(metric.state_dict())) into the app; or leave it out [cannot-store]",
             ", ".join(new),
         )
 

@@ -26,6 +26,7 @@ from shardopt.runtime.partial_loads import is_partly_loaded
 from shardopt.runtime.program_end import fail_at_end_if
 from shardopt.runtime.signals import refuse_within
 from shardopt.runtime.staging_fence import Event
+from shardopt.runtime.torch_private import running_hooks
 from shardopt.sharding.view import addresses_of
 from shardopt.state.state import FlatState
 from shardopt.world import world
@@ -220,7 +221,7 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
     """
     for optimizer in optimizers:
         pending.hold(optimizer)
-        hooks.append(optimizer.register_step_pre_hook(pending.before_step))
+        hooks.append(running_hooks(optimizer).register_step_pre_hook(pending.before_step))
 
 
 _tracked: list[PendingSave] = []

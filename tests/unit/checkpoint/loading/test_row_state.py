@@ -166,6 +166,19 @@ def test_state_of_one_of_two_tables_of_a_name_is_refused(tmp_path):
         checkpoint.load(tmp_path / "c", app_of(torch.zeros(ROWS)), strict=MERGE, select=r"^(model|optimizer)\.")
 
 
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_a_table_with_twice_the_rows_is_not_taken_for_one_in_two_parts(tmp_path, has_weights):
+    checkpoint.save(tmp_path / "c", app_of(torch.rand(ROWS)))
+    table, state = torch.zeros(2 * ROWS, 6), torch.zeros(2 * ROWS)
+    app = {"model": {NAME: cut(table, [6])}, "optimizer": app_of(state)["optimizer"]}
+    if not has_weights:
+        del app["model"]
+    for strict in (MERGE, False):
+        with pytest.raises(MismatchError) as raised:
+            checkpoint.load(tmp_path / "c", app, strict=strict, select="^optimizer")
+        assert "columns" not in str(raised.value) and not state.any()
+
+
 def test_what_is_no_state_of_rows_is_refused_as_before(tmp_path):
     checkpoint.save(tmp_path / "c", app_of(torch.rand(ROWS + 1)))
     with pytest.raises(MismatchError) as raised:

@@ -9,8 +9,11 @@ from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.planning.app_tensors import check_optimizers
 from shardopt.errors import StateError
+from shardopt.state.flatten import flatten
 from tests.harness import run_ranks
+from tests.support.fake_rank import as_rank
 
 
 def make_model():
@@ -258,3 +261,18 @@ def test_a_parameter_that_became_a_buffer(tmp_path, maker):
     model.register_buffer("scale", value)
     with pytest.raises(StateError, match=r"optimizer: found 1 parameters .* such as 'scale', while 'model' has"):
         checkpoint.save(tmp_path / "stale", {"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_state_of_this_ranks_rows_as_a_plain_parameter_is_refused(rank):
+    """As torchrec's DENSE kernel has it: ranks' rows would be replicas of a small tensor."""
+    with as_rank(rank, 2):
+        model = nn.Linear(2, 4, bias=False)
+        fully_shard(model)
+        rows = nn.Parameter(model.weight.to_local().detach())
+        optimizer = torch.optim.Adam([("weight", rows)], lr=0.1)
+        check_optimizers(flatten({"model": model, "optimizer": optimizer}))
+        rows.grad = torch.ones_like(rows)
+        optimizer.step()
+        with pytest.raises(StateError, match=r"state\.weight: found state of \[2, 2\], .* part of \[4, 2\]"):
+            check_optimizers(flatten({"model": model, "optimizer": optimizer}))

@@ -1,0 +1,47 @@
+"""FBGEMM's kernels of torchrec's fused tables: they have a rate, and a count of steps, beside what optimizers save."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+_COUNTED = ("_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay")
+
+
+def kernels_in(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields the fused optimizers in an optimizer's attributes, and in theirs, each with its kernel."""
+    if not isinstance(optimizer, Optimizer) or "fbgemm_gpu" not in sys.modules:
+        return
+    kernel = vars(optimizer).get("_emb_module")
+    if kernel is not None:
+        yield optimizer, kernel
+        return
+    for value in vars(optimizer).values():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            for inner in each if isinstance(each, tuple) else (each,):
+                yield from kernels_in(inner)
+
+
+def has_other_rate(optimizer: Any, kernel: Any) -> bool:
+    """Whether the next backward would move tables by another rate than the optimizer's group has."""
+    rate = getattr(kernel, "get_learning_rate", None)
+    if rate is None:
+        return False
+    wanted, found = float(optimizer.param_groups[0]["lr"]), float(rate())
+    return abs(found - wanted) > 1e-6 * abs(wanted)  # it is kept in fp32
+
+
+def counts_steps(kernel: Any) -> bool:
+    """Whether a step depends on how many there were: by a correction of the bias, or a decay by counts."""
+    algorithm = getattr(getattr(kernel, "optimizer", None), "name", "")
+    return "ADAM" in algorithm or "LAMB" in algorithm or any(getattr(kernel, each, False) for each in _COUNTED)
+
+
+def take_rates(optimizer: Any) -> None:
+    """Gives kernels the rates of their groups, as a fused optimizer's `zero_grad` does, which has no gradients."""
+    for fused, kernel in kernels_in(optimizer):
+        if has_other_rate(fused, kernel):
+            fused.zero_grad()
