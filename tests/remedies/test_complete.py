@@ -32,7 +32,7 @@ TEXTS = {
     "give one of them memory of its own": "tests/unit/checkpoint/loading/test_overlapping.py",
     "wait for it: result() of what": "tests/unit/checkpoint/saving/test_saves_of_other_runs.py follows it",
     "end `with ema.swap():` before": "tests/unit/optim/test_averaging.py",
-    "shapes are never broadcast. Or begin without it": "tests/unit/checkpoint/loading/torchs/test_resized.py",
+    "never broadcast. Or begin without it": "tests/unit/checkpoint/loading/torchs/test_resized.py follows it",
     "make the averages again where the model changes": "tests/unit/optim/test_averaging.py follows it",
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",

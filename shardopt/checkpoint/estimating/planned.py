@@ -87,7 +87,8 @@ def plan_save(
         began = world().monotonic()
         for _ in range(2):  # at the second time as in later saves: what does not change is kept
             began = world().monotonic()
-            _, data[0] = make_manifest(NO_ID, plan, values, of_files, seconds=_SECONDS)
+            frozen = tuple(description.frozen)
+            _, data[0] = make_manifest(NO_ID, plan, values, of_files, seconds=_SECONDS, frozen=frozen)
         return {
             "bytes": [sum(nbytes for _, nbytes, _ in of_rank) for of_rank in of_files],
             "manifest": len(data[0]),
