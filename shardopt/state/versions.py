@@ -69,7 +69,9 @@ def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
 
 def notes_of(state: Any) -> Mapping[str, Mapping[str, Any]] | None:
     """Returns torch's notes in a module's state; None if it has none."""
-    notes = getattr(state, "_metadata", None) if isinstance(state, dict) else None
+    # Not by getattr: the entries of a program's dict may be its attributes.
+    own = getattr(state, "__dict__", None) if isinstance(state, OrderedDict) else None
+    notes = own.get("_metadata") if type(own) is dict else None
     is_known = isinstance(notes, Mapping) and all(isinstance(each, Mapping) for each in notes.values())
     return notes if is_known else None
 

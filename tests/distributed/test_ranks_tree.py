@@ -299,7 +299,10 @@ def many_managers(root, count, settled):
     job, here, seen = dist.group.WORLD, ranks_of(), []
     for number in range(1, count + 1):
         with checkpoint.Manager(root, keep=1, stage=("now", None)[number % 2]) as manager:
-            manager.save(number, {"x": torch.full((3,), float(number))})
+            app = {"x": torch.zeros(3)}
+            manager.restore(app)  # by which retention counts the other Managers' steps
+            app["x"] += 1
+            manager.save(number, app)
         if number in (settled, count):
             while any(thread.name.startswith(("shardopt-save", "shardopt-tidy")) for thread in threading.enumerate()):
                 time.sleep(0.001)

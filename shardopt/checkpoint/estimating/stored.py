@@ -96,7 +96,7 @@ def _planned(reader: CheckpointReader, world_size: int) -> PlannedSave:
         if tensor.tied_to is None
     }
     tied = {key: (each.tied_to, each.path) for key, each in manifest.tensors.items() if each.tied_to is not None}
-    plan = SavePlan(Geometry(members, {}, tied), world_size)
+    plan = SavePlan(Geometry(members, {}, tied, manifest.module_versions or {}), world_size)
     writes = _writes_by_rank(plan, world_size)
     nbytes = [{slot: each.file_bytes(slot, 0) for slot in sorted(each.slots)} for each in writes]
     of_files = [

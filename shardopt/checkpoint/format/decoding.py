@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite, prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardopt.checkpoint.format.constants import (
     DIRECTORY_NAME,
@@ -41,8 +41,10 @@ from shardopt.runtime.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, whole
 from shardopt.state.paths import Path, join
 from shardopt.state.values import decode_value
-from shardopt.state.versions import Versions
 from shardopt.version import WRITER
+
+if TYPE_CHECKING:  # it needs torch
+    from shardopt.state.versions import Versions
 
 
 @gc_paused()  # objects by the hundred thousand, none of them garbage

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import (
     FORMAT_NAME,
@@ -24,7 +24,9 @@ from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, grid_cuts
 from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
-from shardopt.state.versions import Versions
+
+if TYPE_CHECKING:  # it needs torch
+    from shardopt.state.versions import Versions
 
 RenameRules = tuple[tuple[str, str], ...]
 """The rules of `rename` that names were saved through, in order, each a regex and its replacement."""

@@ -66,6 +66,16 @@ def ids_in(names: Iterable[str]) -> list[CheckpointId]:
     return sorted(id for id in map(parse_id, names) if id is not None)
 
 
+def is_a_checkpoint(url: str, of: str) -> CheckpointError:
+    """Returns the error for the root of a run that is a checkpoint itself; `of` is by whom, for the message."""
+    parent, is_step = os.path.dirname(url), parse_id(os.path.basename(url)) is not None
+    remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
+    remedy += "; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0"
+    required = "the directory that a run's checkpoints are in, or are to be in"
+    problem = Problem(url, f"a checkpoint{of}", required, remedy)
+    return CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
+
+
 def runs_near(root: str) -> list[str]:
     """Returns the local directories beside or within a path that hold a run, one level up or down.
 

@@ -27,7 +27,7 @@ from shardopt.checkpoint.run.branches import (
     CheckpointId,
     branches_of,
     ids_in,
-    parse_id,
+    is_a_checkpoint,
     read_records,
     record_file,
     runs_near,
@@ -172,16 +172,6 @@ def committed_or_unread(root: Storage, names: Sequence[str]) -> list[str]:
     return [*found, *unread]
 
 
-def _is_a_checkpoint(url: str, of: str) -> CheckpointError:
-    """Returns the error for the root of a run that is a checkpoint itself; `of` is by whom, for the message."""
-    parent, is_step = os.path.dirname(url), parse_id(os.path.basename(url)) is not None
-    remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
-    remedy += "; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0"
-    required = "the directory that a run's checkpoints are in, or are to be in"
-    problem = Problem(url, f"a checkpoint{of}", required, remedy)
-    return CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
-
-
 _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 """Those of this process, by URL: a root that is still empty is of neither kind to see."""
 
@@ -224,9 +214,7 @@ class Root:
         numbered = sorted((name for name in self.seen.names if name[-1].isdigit()), key=lambda name: (len(name), name))
         with contextlib.suppress(OSError, CheckpointError):  # a hint alone, which only one rank looks for
             if numbered and self.storage.child(numbered[-1]).exists(DCP_METADATA_NAME):
-                line += (
-                    f"; {numbered[-1]} is one of torch.distributed.checkpoint, to be read by checkpoint.load(url, app)"
-                )
+                line += f"; {numbered[-1]} is one of torch.distributed.checkpoint: checkpoint.load(url, app) reads it"
         return line
 
     def ids(self) -> list[CheckpointId]:
@@ -279,7 +267,7 @@ class Root:
         names = self.seen.names
         is_checkpoint = MANIFEST_NAME in names and any(map(FILE_NAME.fullmatch, names))
         if is_checkpoint or DCP_METADATA_NAME in names:
-            raise _is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
+            raise is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
         if reads_first and isinstance(self.storage, LocalStorage) and (path := unwritable(self.url)):
             _log.warning("%s cannot be written to: the first save to %s will fail [storage-failed]", path, self.url)
         kinds = "the root of a run", "the root of a publisher"

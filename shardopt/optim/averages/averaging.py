@@ -31,10 +31,9 @@ from shardopt.optim.averages.tensors import (
     is_inexact,
     names_of_averages,
     refuse_other_shapes,
-    refuse_rows_of_ranks,
+    refuse_unaveraged,
     refuse_uncounted,
 )
-from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.companions import companions_of, part, step_along
@@ -111,8 +110,7 @@ class Averaging:
         self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         reshard(model.modules())
         self._params = by_plain_name(model, model.named_parameters())
-        refuse_flattened(self._params)
-        refuse_rows_of_ranks(self._params)
+        refuse_unaveraged(self._params)
         self._places = Places(model, self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses a tensor that could not be saved
@@ -335,8 +333,7 @@ class Averaging:
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self._averages)} tensors after {self.n_averaged} updates"
 
-    def _step_size(self, n: int) -> float:
-        """Returns the weight of the next model in averages of `n` >= 1 models."""
+    def _step_size(self, n: int) -> float:  # the weight of the next model in averages of n >= 1 models
         raise NotImplementedError
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
@@ -352,11 +349,9 @@ class Averaging:
         """Converts the state of torch's `AveragedModel` to our form; returns any other unchanged."""
         if STATE in offered or not isinstance(offered.get(N_AVERAGED), Tensor):
             return offered
-        state: dict[str, dict[str, Any]] = {}
-        for name, (own, entry) in self.names_of_averaged_model(offered).items():
-            if own == AVERAGING or is_added_up(offered[name]):
-                state[own] = {entry: offered[name]}
-        return {STATE: state}
+        named = self.names_of_averaged_model(offered).items()
+        taken = [each for each in named if each[1][0] == AVERAGING or is_added_up(offered[each[0]])]
+        return {STATE: {own: {entry: offered[name]} for name, (own, entry) in taken}}
 
     def _state(self) -> dict[str, Any]:
         self._places.refuse_others()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardopt.errors import Problem, StateError
+from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.sharding.gradients import is_added_up
 from shardopt.state.names import before_all, names_alike, plain_name, plain_names_in
@@ -107,8 +108,9 @@ def refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[T
         raise StateError("a tensor has changed under its average", [problem], code="averages")
 
 
-def refuse_rows_of_ranks(params: Mapping[str, Tensor]) -> None:
-    """Raises StateError for parameters of torchrec's that are this rank's rows, as averages would be saved so."""
+def refuse_unaveraged(params: Mapping[str, Tensor]) -> None:
+    """Raises an error for parameters that are flattened, or of torchrec's this rank's rows: averages would be, too."""
+    refuse_flattened(params)
     sliced = next((name for name, each in params.items() if _is_slice(each)), None)
     if sliced is not None and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         found = "a table of torchrec's DistributedModelParallel, of which it gives this rank's rows as a parameter"

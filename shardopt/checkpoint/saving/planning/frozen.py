@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.saving.planning.app_tensors import names_of
-from shardopt.sharding.gradients import is_moved_by_backward
+from shardopt.sharding.gradients import is_moved_by_backward, requires_gradient
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import FlatState
 
 
 def is_frozen(parameter: Tensor) -> bool:
     """Whether nothing trains a parameter."""
-    return not parameter.requires_grad and not is_moved_by_backward(parameter)
+    return not requires_gradient(parameter) and not is_moved_by_backward(parameter)
 
 
 def members_of(path: Path, optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
@@ -42,7 +42,7 @@ def frozen_in(flat: FlatState) -> list[str]:
     return [
         key
         for path, optimizer in optimizers
-        if not all(each.requires_grad for group in optimizer.param_groups for each in group["params"])
+        if not all(requires_gradient(each) for group in optimizer.param_groups for each in group["params"])
         for key, _, own in members_of(path, optimizer)
         if is_frozen(own)
     ]
