@@ -61,7 +61,7 @@ FOUND = {
         for at in range(38, 48)
     ],
     broken.no_more_frames_than_it_said: [
-        Schedule(37630, (Job(saves=1, stage="lazy"),), (Fault("reset", 0, rank=1, at=at),)) for at in range(6, 12)
+        Schedule(2, (Job(saves=1),), (Fault("reset", 0, rank=1, at=at),)) for at in range(8, 14)
     ],
 }
 
@@ -95,7 +95,7 @@ FOUND_IN_STREAMS = {
     broken.deltas_on_any_state: [followed(Following(updates=3, seconds=0.1))],
     broken.bridges_on_any_state: [
         followed(Following(updates=3, seconds=seconds), Publishing(changes=("few",) * 4, anchor_every=2))
-        for seconds in (0.034, 0.042, 0.076)
+        for seconds in (0.046, 0.106, 0.11)
     ],
     broken.weights_not_known_again: [followed(Following(updates=8, spoils=5))],
     broken.steps_left_when_taken_back: [Stream(1, (SLOW, Publishing(back=2)))],
