@@ -67,7 +67,11 @@ def warn_of_workers() -> bool:
 
 def _is_unshielded_worker(pid: int) -> bool:
     with suppress(OSError):  # it has ended, or this is no Linux
-        return Path(f"/proc/{pid}/comm").read_text().startswith("pt_data_worker") and os.getpgid(pid) == os.getpgid(0)
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        ignored = int(fields.get("SigIgn", "0"), 16)  # as where its worker_init_fn has it ignore them
+        is_worker = fields.get("Name", "").startswith("pt_data_worker") and os.getpgid(pid) == os.getpgid(0)
+        return is_worker and not all(ignored >> (signum - 1) & 1 for signum in listened())
     return False
 
 

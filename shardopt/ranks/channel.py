@@ -85,6 +85,7 @@ class Channel:
         self.session = bytes.fromhex(session) or MAIN
         weakref.finalize(self, _forget, self.node, self.session)
         self._round = 0
+        self._has_told_of_wait = False
         self._witness = Witness(self.node, self.session)
 
     @property
@@ -342,9 +343,12 @@ class Channel:
                 return found
 
     def _tell_of_wait(self, watch: Silence, missing: Sequence[int]) -> None:
-        """Logs once which ranks have been waited for long, and are in no call of ours."""
+        """Logs once which ranks have been waited for long, and are in no call of ours: on rank 0, or on 1 for that."""
+        if self._has_told_of_wait or self.rank > 1:
+            return  # a rank may well be long at something between two calls, such as an evaluation
         long = {abs(each) for each in watch.long_silent()}.intersection(missing)
         if long:
+            self._has_told_of_wait = True
             _log.warning(
                 "%s: waiting for %s; every rank must make this call. An error follows after %g s without a sign of "
                 "life [rank-lost]",

@@ -93,10 +93,11 @@ def running_hooks(optimizer: Optimizer) -> Optimizer:
 
     torch's constructor sees to that for its class. Classes that leave it out, as torchrec's `KeyedOptimizerWrapper`
     does, take hooks and never run them. The step of this one object is wrapped then: that of the class would also run
-    within the steps of its subclasses, and so twice.
+    within the steps of its subclasses, and so twice. Where a program has put a function of its own around the step of a
+    class that runs them, they run within that.
     """
     step = optimizer.step
-    if not getattr(step, "hooked", False):
+    if not (getattr(step, "hooked", False) or getattr(type(optimizer).step, "hooked", False)):
         inner = getattr(step, "__func__", None)  # a schedule of torch's has put a function of no object in its place
 
         @wraps(step)

@@ -11,9 +11,15 @@ from torch.optim import Optimizer
 _COUNTED = ("_used_rowwise_adagrad_with_counter", "_used_rowwise_adagrad_with_global_weight_decay")
 
 
-def kernels_in(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields the fused optimizers in an optimizer's attributes, and in theirs, each with its kernel."""
+def kernels_in(optimizer: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yields the fused optimizers in an optimizer's attributes, and in theirs, each with its kernel.
+
+    Args:
+        above: those around this one, which it may know.
+    """
     if not isinstance(optimizer, Optimizer) or "fbgemm_gpu" not in sys.modules:
+        return
+    if any(each is optimizer for each in above):
         return
     kernel = vars(optimizer).get("_emb_module")
     if kernel is not None:
@@ -22,7 +28,7 @@ def kernels_in(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     for value in vars(optimizer).values():
         for each in value if isinstance(value, list | tuple) else (value,):
             for inner in each if isinstance(each, tuple) else (each,):
-                yield from kernels_in(inner)
+                yield from kernels_in(inner, (*above, optimizer))
 
 
 def has_other_rate(optimizer: Any, kernel: Any) -> bool:

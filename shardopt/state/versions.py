@@ -6,7 +6,9 @@ So a checkpoint has the versions by which it was saved, and a load hands these t
     {"model": {"backbone.bn1": 2}}        key of a state → name of a module in it → version, where that is not 1
 
 Classes begin with version 1. So a state that has notes, and none of a module, has that module's by version 1. A state
-without notes, as of earlier writers and plain dicts, is taken as of the version that is here.
+without notes, as of earlier writers and plain dicts, is taken as of the version that is here. So is one with a version
+that is no number (a class may mean something else by the name), and what the notes of a state leave out: such a state
+has all versions, and "*".
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ Versions = Mapping[str, Mapping[str, Version]]
 VERSION = "version"
 """The key of the version in torch's notes of one module."""
 _FIRST = 1
+_REST = "*"
+"""Among the names of modules: of others in this state nothing is known."""
 
 
 class Noted(NamedTuple):
@@ -50,6 +54,12 @@ class Noted(NamedTuple):
         # Of a wrapper and its module, which have one name, the module is the later.
         return {self.plain_names.get(name, name): note.get(VERSION) for name, note in notes.items()}
 
+    def saved_form(self) -> dict[str, Version]:
+        """Returns the versions as a save stores them."""
+        modules = {key.rpartition(".")[0] for key in self.state if type(key) is str}
+        is_whole = modules <= (notes_of(self.state) or {}).keys()  # not where somebody has put in other keys
+        return saved_form(self.versions()) if is_whole else {**self.versions(), _REST: None}
+
 
 def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
     """Returns a state if it has torch's notes.
@@ -68,11 +78,14 @@ def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
 
 
 def notes_of(state: Any) -> Mapping[str, Mapping[str, Any]] | None:
-    """Returns torch's notes in a module's state; None if it has none."""
+    """Returns torch's notes in a module's state; None if it has none, or some that are not of versions."""
     # Not by getattr: the entries of a program's dict may be its attributes.
     own = getattr(state, "__dict__", None) if isinstance(state, OrderedDict) else None
     notes = own.get("_metadata") if type(own) is dict else None
-    is_known = isinstance(notes, Mapping) and all(isinstance(each, Mapping) for each in notes.values())
+    is_known = isinstance(notes, Mapping) and all(
+        type(name) is str and isinstance(each, Mapping) and isinstance(each.get(VERSION), int | None)
+        for name, each in notes.items()
+    )
     return notes if is_known else None
 
 
@@ -91,7 +104,7 @@ def saved_form(versions: Mapping[str, Version]) -> dict[str, Version]:
 
 def versions_in(noted: Iterable[Noted]) -> dict[str, dict[str, Version]]:
     """Returns the versions that a save stores: of states whose names are plain, as which readers take them."""
-    return {join(each.path): saved_form(each.versions()) for each in noted if each.is_plain}
+    return {join(each.path): each.saved_form() for each in noted if each.is_plain}
 
 
 def merged(each: Iterable[Versions]) -> dict[str, dict[str, Version]]:
@@ -134,7 +147,7 @@ def renamed_versions(stored: Versions, new_keys: Mapping[str, str]) -> dict[str,
     renamed: dict[str, dict[str, Version]] = {}
     for old, new in _modules(new_keys).items():
         for version in _version_of(old, stored):
-            renamed.setdefault(new, {})[""] = version  # each is a state by itself, as its neighbours may be elsewhere
+            renamed[new] = {"": version, _REST: None}  # a state by itself, as its neighbours may be elsewhere
     return renamed
 
 
@@ -169,4 +182,7 @@ def _modules(keys: Mapping[str, str]) -> dict[str, str]:
 def _version_of(module: str, stored: Versions) -> list[Version]:
     """Returns the stored version of a module, by its key; nothing if the checkpoint has no notes there."""
     root = root_of(module, stored)
-    return [] if root is None else [stored[root].get(module[len(root) :].removeprefix("."), _FIRST)]
+    if root is None:
+        return []
+    name, versions = module[len(root) :].removeprefix("."), stored[root]
+    return [] if _REST in versions and name not in versions else [versions.get(name, _FIRST)]

@@ -41,7 +41,7 @@ from shardopt.checkpoint.rearrange.row_state import log_merged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, announce, emit_report
 from shardopt.checkpoint.saving.writing.pending import drop_failed_steps
-from shardopt.checkpoint.sources.open import is_remote, opener_of, reading
+from shardopt.checkpoint.sources.open import is_remote, loaded_from, opener_of, reading
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.broadcast import ShareReads
@@ -161,6 +161,7 @@ def load_with(url: str | os.PathLike[str], app: Mapping[str, Any], options: Load
     # The load replaces the state that the app gives here, and drops the checks of it.
     with out_of_inference_mode(), reading(url), ranks.beating(), gc_paused(), taking_state():
         report, differences = _load(ranks, url, app, options)
+    loaded_from.add(os.path.dirname(report.url))
     emit_report("load", report, for_all=ranks.rank == 0)
     if report.missing or report.unexpected:
         log_passed_over(report.url, report.missing, report.unexpected, options.strictness)

@@ -21,7 +21,7 @@ from shardopt.checkpoint.saving.removal import (
     remove_leftovers,
 )
 from shardopt.checkpoint.saving.writing.pending import tracked_urls
-from shardopt.checkpoint.sources.open import urls_being_read
+from shardopt.checkpoint.sources.open import loaded_from, urls_being_read
 from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
@@ -82,17 +82,30 @@ class Keeper(Task):
         """Returns the newest checkpoint if it is another run's, above one that is to be saved. Collective."""
         if self._own is None or (newest := self._run.newest()) is None or newest.step <= id.step:
             return None
-        return None if newest in self._own or self._is_second(id) else newest
+        if newest in self._own:
+            return None
+        # By rank 0, as which Managers are still there, and have committed, may not be alike on all ranks.
+        doing = f"looking for checkpoints in {self._run.root.url}"
+        return None if self._run.ranks.on_rank_0(doing, lambda: self._is_second(id)) else newest
 
     def _is_second(self, id: CheckpointId) -> bool:
         """Whether another Manager of this process has resumed another root, and is not beyond this step."""
-        others = [each for each in list(_resumed) if each._run.root.url != self._run.root.url]
-        last = [each._saved or each._resumed for each in others]
+        last = [each._saved or each._resumed for each in self._others()]
         return any(each is not None and each.step <= id.step for each in last)
+
+    def _others(self) -> list[Keeper]:
+        """Returns those of Managers of this process that have resumed another root."""
+        return [each for each in list(_resumed) if each._run.root.url != self._run.root.url]
 
     def saved_at_root(self, id: CheckpointId) -> None:
         """Notes a commit in the root, which lower steps from tiers may reach later: no other job has saved it."""
         self._at_root = id.step
+        self._note_own(id)
+
+    def _note_own(self, id: CheckpointId) -> None:
+        """Notes a commit. All others count too if this process had loaded one of them before, in whatever way."""
+        if not self._own and self._run.root.url in loaded_from:
+            self._own = None
         if self._own is not None:
             self._own.add(id)
 
@@ -129,8 +142,7 @@ class Keeper(Task):
             noted: of that checkpoint, which stays in any case.
         """
         self._saved = id
-        if self._own is not None:
-            self._own.add(id)
+        self._note_own(id)
         ranks, root = self._run.ranks, self._run.root
         if ranks.rank:
             return
@@ -249,7 +261,8 @@ class Keeper(Task):
 
     def _counted(self, root: Root, ids: Collection[CheckpointId]) -> Collection[CheckpointId]:
         """Returns those of some checkpoints that retention goes by; logs once which are another run's."""
-        if self._own is None or (self._own and self._is_second(max(self._own))):
+        # The other one may count otherwise, such as batches where this counts epochs, or be beyond a slow save by now.
+        if self._own is None or (self._own and self._others()):
             return {*ids}
         others = sorted(id.step for id in ids if id not in self._own)
         if others and not self._told_of_others:

@@ -65,7 +65,6 @@ class Steps:
         self._may_be_mixed = True  # with another run's steps; until a save begins that is not
         self._passed_over = False  # whether the last restore passed over newer steps, which lack files on tiers
         self._rewound_to: CheckpointId | None = None  # by a restore that left newer steps behind
-        self._told_of_forced = False  # that it saves no step again
         self.restored_step: int | None = None  # of the last restore; None where there was nothing
 
     @cached_property
@@ -188,11 +187,8 @@ class Steps:
         if url is not None and self._run.ranks.rank == 0:
             but = " but metrics under names that it lacks" if metrics else ""
             text = f"step {id.step} is already in {url}, and a step is saved once: nothing is saved{but}"
-            is_saved, is_told = self._last is not None and self._last[1] is not None, self._told_of_forced
-            if at_root and not (stops or metrics or is_told) and (is_saved or id == self._rewound_to):
-                self._told_of_forced = True
-                since = "its save" if is_saved else "the restore"
-                _log.warning("%s. What was changed since %s is saved with the next step", text, since)
+            if at_root and not stops and not metrics and id == self._rewound_to:
+                _log.warning("%s. What was changed since the restore is saved with the next step", text)
             else:
                 announce(text)
         return url is not None

@@ -27,6 +27,8 @@ from shardopt.world import world
 
 _lock = world().lock()
 _readers: Counter[str] = Counter()
+loaded_from: set[str] = set()
+"""The directories with the checkpoints that this process has loaded, such as the root of a run."""
 
 
 def open(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None) -> CheckpointReader:

@@ -228,14 +228,15 @@ class Averaging:
 
         Steps that a GradScaler skips do not count; to know it of torch's fused optimizers waits for the device.
         Attached twice is once. Of several optimizers attach to the one that steps last: each counts. Copies are not.
-        These replace averages of this model that were made before its parameters changed.
+        These replace averages of this model before its parameters changed; of another decay, only if some are gone.
 
         Returns:
             A function that ends this.
         """
         optimizer = constructed(optimizer)
         for other in companions_of(optimizer):
-            if isinstance(other, Averaging) and other._model is self._model and other._places.others():
+            are_alike = type(other) is type(self) and vars(other).get("decay") == vars(self).get("decay")
+            if isinstance(other, Averaging) and other._model is self._model and other._places.are_left(are_alike):
                 part(optimizer, other, other._before_step, other._after_step)
         return step_along(optimizer, self, AVERAGING, self._before_step, self._after_step)
 

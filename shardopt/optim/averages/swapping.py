@@ -147,6 +147,10 @@ class Places:
         others = (name for name in {**self._params, **now} if self._params.get(name) is not now.get(name))
         return {name: names.get(id(self._params.get(name)), "") for name in others}
 
+    def are_left(self, also_with_added: bool) -> bool:
+        """Whether the model has left these: it lacks some, or, if that counts, has got others besides. Local."""
+        return bool(self.replaced(also_modules=True) or (also_with_added and self.others()))
+
     def refuse_others(self) -> None:
         """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
         refuse_replaced(self.others())

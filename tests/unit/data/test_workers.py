@@ -142,3 +142,15 @@ def test_a_manager_that_listens_tells_once_of_workers_that_its_signal_would_end(
     with checkpoint.Manager(tmp_path / "c", stop_on=signal.SIGTERM) as manager:
         manager.save(1, {"step": 1})
     assert caplog.messages == [line]
+
+
+def ignore_sigterm(_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def test_workers_that_ignore_the_signal_are_not_told_of(tmp_path, caplog):
+    batches = iter(DataLoader(Pids(), num_workers=1, multiprocessing_context="fork", worker_init_fn=ignore_sigterm))
+    next(batches)
+    with checkpoint.Manager(tmp_path, stop_on=signal.SIGTERM) as manager:
+        manager.save(1, {"step": 1})
+    assert caplog.messages == []

@@ -894,3 +894,17 @@ def test_tables_whose_rows_are_this_ranks_have_no_averages():
         with pytest.raises(StateError, match=r"tables\.weight: .* make averages of the dense modules"):
             shardopt.EMA(model, decay=0.9)
         shardopt.EMA(model["over"], decay=0.9)
+
+
+def test_averages_of_another_decay_go_on_where_the_model_only_got_more():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slow, alike = shardopt.EMA(model, 0.99), shardopt.EMA(model, 0.9)
+    model.append(torch.nn.Linear(2, 2))
+    fast = shardopt.EMA(model, 0.9)
+    for each in (slow, alike, fast):
+        each.attach(optimizer)
+    fast.attach(optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert [each.n_averaged for each in (slow, alike, fast)] == [1, 0, 1]

@@ -67,6 +67,18 @@ def test_averages_follow_each_step_once(kind, schedule):
     assert averages.state_dict()["state"]["__averaging"]["n_averaged"] == 3
 
 
+def test_averages_follow_once_where_a_program_has_put_a_function_around_a_step():
+    """They were updated twice: hooks ran for the function, and within it."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)
+    averages = shardopt.EMA(model, decay=0.5)
+    averages.attach(optimizer)
+    optimizer.step()
+    assert averages.state_dict()["state"]["__averaging"]["n_averaged"] == 1
+
+
 def test_averages_follow_what_a_wrapper_without_hooks_steps():
     model, optimizer = made()
     averages = shardopt.EMA(model, decay=0.5)

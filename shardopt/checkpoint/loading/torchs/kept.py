@@ -156,8 +156,11 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
     """Returns an optimizer itself, or those in a container or an object of the program's."""
-    if isinstance(value, Optimizer):
-        return [value]
+    try:
+        if isinstance(value, Optimizer):
+            return [value]
+    except ReferenceError:  # a weak proxy of what is gone, somewhere in the program's objects
+        return []
     within = entries_of(value) if depth else None
     entries = attributes_of(value) if depth and within is None else within
     if entries is None:

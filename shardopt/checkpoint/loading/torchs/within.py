@@ -43,13 +43,20 @@ def torchs_within(
     return found
 
 
-def _innermost(node: Any) -> Iterator[Optimizer]:
-    """Yields the optimizers in an optimizer's attributes, and in theirs, that are around no other."""
+def _innermost(node: Any, above: tuple[Any, ...] = ()) -> Iterator[Optimizer]:
+    """Yields the optimizers in an optimizer's attributes, and in theirs, that are around no other.
+
+    Args:
+        above: those around this one, which it may know.
+    """
     if not isinstance(node, Optimizer):
         for each in node if isinstance(node, list | tuple) else ():
-            yield from _innermost(each)
+            yield from _innermost(each, above)
         return
-    within = [each for name, value in vars(node).items() if name != "param_groups" for each in _innermost(value)]
+    if any(each is node for each in above):
+        return
+    values = [value for name, value in vars(node).items() if name != "param_groups"]
+    within = [each for value in values for each in _innermost(value, (*above, node))]
     if within or hasattr(node, "init_state"):
         yield from within
     else:

@@ -259,9 +259,10 @@ def _parameters_of(target: RestoreTarget) -> dict[str, Tensor]:
 
 
 def _buffers_in(target: RestoreTarget) -> set[str]:
-    """Returns the plain names of what a module saves beside parameters."""
-    plain = target.plain_names
-    return {plain.get(name, plain_name(name)) for name, each in target.state.items() if not isinstance(each, Parameter)}
+    """Returns the plain names of the buffers that a module saves."""
+    assert isinstance(target.object, Module)
+    plain, buffers = target.plain_names, target.object.named_buffers(remove_duplicate=False)
+    return {plain.get(name, plain_name(name)) for name, _ in buffers if name in target.state}
 
 
 def children_of(optimizer: Any) -> Iterator[Optimizer]:
@@ -285,7 +286,7 @@ def names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
     if isinstance(params, Mapping):
         return params
     groups = optimizer.param_groups
-    if not all("param_names" in group for group in groups):
+    if not all("param_names" in group and len(group["param_names"]) == len(group["params"]) for group in groups):
         return None
     return {
         plain_name(name): tensor

@@ -117,8 +117,10 @@ class AppWarnings:
     def _compare_counters(self, step: int, app: Mapping[str, Any]) -> None:
         """Warns at the second save of a higher step of counters in the app that are where the job began.
 
-        A loop that counts in a variable of its own saves the same number each time.
+        A loop that counts in a variable of its own saves the same number each time. Within epochs counts begin again.
         """
+        if any("epoch" in str(key).lower() for key in list(app)):
+            return
         here = {
             key: value
             for key, value in list(app.items())
@@ -279,6 +281,8 @@ def warn_of_frozen(found: Found, report: LoadReport | None = None) -> None:
         if any(key.startswith(f"{place}.") for key in report.loaded):
             froze = [name for key, name, each in own if is_frozen(each) and stored[key] not in noted and are_known]
             thawed = [name for key, name, each in own if not is_frozen(each) and stored[key] in noted]
+            if all(stored[key] in noted for key, _, _ in own):  # a network that is frozen while another has its turn
+                thawed = []
             _tell_of_frozen(place, froze, thawed)
 
 

@@ -159,3 +159,60 @@ def test_notes_that_are_none_are_left_out(tmp_path, notes):
     state._metadata = notes
     torch.save({"model": state}, tmp_path / "model.pt")
     checkpoint.load(tmp_path / "model.pt", {"model": nn.Linear(1, 1, bias=False)})
+
+
+class Strange(Scaled):
+    _version = "0.0.5"
+
+
+def test_a_version_that_is_no_number_is_none(tmp_path):
+    checkpoint.save(tmp_path / "c", {"model": nn.Sequential(Strange())})
+    checkpoint.load(tmp_path / "c", {"model": nn.Sequential(Scaled())})
+    assert SEEN["version"] == 1
+
+
+class Joined(nn.Module):
+    """Of version 2, with children of version 1."""
+
+    _version = 2
+
+    def __init__(self, **sizes):
+        super().__init__()
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(2, size, bias=False))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        SEEN["version"] = local_metadata.get("version")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class Pair(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.out = block, nn.Linear(2, 2)
+
+
+def test_a_module_is_not_of_the_first_version_because_its_neighbours_keep_their_names(tmp_path):
+    checkpoint.save(tmp_path / "c", {"model": Pair(Joined(q=2, k=2))})
+    rule = checkpoint.rearrange.Rule(("{*b}.q.weight", "{*b}.k.weight"), "{*b}.qk.weight", "q i, k i -> q+k i")
+    checkpoint.load(tmp_path / "c", {"model": Pair(Joined(qk=4))}, rearrange=[rule])
+    assert SEEN["version"] == 2
+    checkpoint.save(tmp_path / "named", {"model": nn.Sequential(Scaled2(3.0), nn.Linear(2, 2))})
+    checkpoint.convert(tmp_path / "named", tmp_path / "renamed", to="shardopt", rename={r"0\.scale$": "0.factor"})
+    again = nn.Sequential(Scaled2(), nn.Linear(2, 2))
+    checkpoint.load(tmp_path / "renamed", {"model": again}, rename={r"0\.factor$": "0.scale"})
+    assert SEEN["version"] == 2 and again[0].scale[0] == 3
+
+
+def test_what_the_notes_of_a_state_leave_out_is_as_here(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.critic = nn.BatchNorm1d(2), Scaled2()
+
+    state = nn.ModuleDict({"norm": nn.BatchNorm1d(2)}).state_dict()
+    state["critic.scale"] = torch.full((2,), 3.0)
+    checkpoint.save(tmp_path / "c", {"model": state})
+    both = Both()
+    checkpoint.load(tmp_path / "c", {"model": both})
+    assert SEEN["version"] == 2 and both.critic.scale[0] == 3

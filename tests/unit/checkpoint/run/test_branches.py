@@ -552,6 +552,27 @@ def test_a_forgotten_restore_is_refused_below_another_run_and_removes_nothing_of
         assert manager.steps() == [330, 340]
 
 
+def test_retention_counts_all_steps_of_a_second_manager_that_counts_otherwise(tmp_path, caplog):
+    three_steps(tmp_path / "epochs")
+    with checkpoint.Manager(tmp_path / "first") as first, checkpoint.Manager(tmp_path / "epochs", keep=1) as epochs:
+        save(first, 5000)
+        restored(first)
+        for step in (301, 302):
+            save(epochs, step)
+        assert epochs.steps() == [302]
+    assert "neither saved nor restored" not in caplog.text
+
+
+def test_retention_counts_all_steps_where_one_was_loaded(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(keeper, "_resumed", WeakSet())
+    three_steps(tmp_path)
+    with checkpoint.Manager(tmp_path, keep=1) as manager:
+        checkpoint.load(manager.path(300), app_of())
+        save(manager, 310)
+        assert manager.steps() == [310]
+    assert "neither saved nor restored" not in caplog.text
+
+
 def stopped_at_10(root):
     with pytest.raises(SystemExit), checkpoint.Manager(root, stop_on=signal.SIGTERM) as manager:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -89,23 +89,6 @@ def test_only_the_last_step_is_passed_over_and_steps_rise(tmp_path, stage, on_ti
 
 
 @pytest.mark.parametrize("stage", [None, "now"])
-def test_who_forces_a_save_of_the_step_just_saved_is_warned_once(tmp_path, caplog, stage):
-    with checkpoint.Manager(tmp_path / "run", every=5, stage=stage) as manager:
-        manager.save(5, {"x": 5})
-        manager.save(5, {"x": 6})
-        manager.save(5, {"x": 6}, force=True, metrics={"loss": 1})  # of an evaluation
-        assert not caplog.records
-        for _ in range(2):
-            manager.save(5, {"x": 6}, force=True)
-        (said,) = caplog.messages
-        assert f"step 5 is already in {tmp_path / 'run' / 'step-00000005'}" in said
-        assert said.endswith("nothing is saved. What was changed since its save is saved with the next step")
-        manager.save(6, {"x": 6}, force=True)
-        app = {"x": 0}
-        assert manager.restore(app) == app["x"] == 6
-
-
-@pytest.mark.parametrize("stage", [None, "now"])
 def test_a_counter_that_starts_over_is_refused_also_where_its_steps_are_gone(tmp_path, stage):
     tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1, keep_last=1)]
     with checkpoint.Manager(tmp_path / "run", every=2, stage=stage, destinations=tiers) as manager:

@@ -276,3 +276,27 @@ def test_state_of_this_ranks_rows_as_a_plain_parameter_is_refused(rank):
         optimizer.step()
         with pytest.raises(StateError, match=r"state\.weight: found state of \[2, 2\], .* part of \[4, 2\]"):
             check_optimizers(flatten({"model": model, "optimizer": optimizer}))
+
+
+def test_masters_under_the_names_of_a_model_with_a_state_dict_of_its_own(tmp_path):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low, self.norm = nn.Linear(2, 2, bias=False, dtype=torch.bfloat16), nn.LayerNorm(2)
+
+        def state_dict(self, *args, **kwargs):
+            return {name: each.detach() for name, each in super().state_dict(*args, **kwargs).items()}
+
+    model = Own()
+    params = dict(model.named_parameters())
+    params["low.weight"] = nn.Parameter(params["low.weight"].detach().float())
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD([*params.items()])})
+
+
+def test_a_frozen_parameter_in_a_group_with_fewer_names(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([*model[0].named_parameters()])
+    optimizer.param_groups[0]["params"].append(model[1].weight.requires_grad_(False))
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.manifest.frozen == ("optimizer.param_groups.2",)

@@ -322,3 +322,17 @@ def test_counters_that_count_are_not_told_of(tmp_path, caplog):
             app["iter_num"] = step // 2 + 1
             manager.save(step, app)
     assert caplog.messages == []
+
+
+def test_a_network_that_is_frozen_while_another_has_its_turn_is_not_told_of(tmp_path, caplog):
+    def make():
+        nets = {name: nn.Linear(2, 2) for name in "gd"}
+        return {**nets, **{f"of_{name}": torch.optim.SGD(each.parameters()) for name, each in nets.items()}}
+
+    app = make()
+    app["d"].requires_grad_(False)
+    with checkpoint.Manager(tmp_path, every=1) as manager:
+        manager.save(1, app)
+    with checkpoint.Manager(tmp_path, every=1) as manager:
+        assert manager.restore(make()) == 1
+    assert not caplog.messages
