@@ -265,7 +265,7 @@ class Keeper(Task):
         if self._own is None or (self._own and self._others()):
             return {*ids}
         others = sorted(id.step for id in ids if id not in self._own)
-        if others and not self._told_of_others:
+        if self._own and others and not self._told_of_others:  # else nothing is removed yet, as of a mirror
             self._told_of_others = True
             _log.warning(
                 "%s has %s that this job neither saved nor restored: %s. Retention leaves them. Call restore(app) "

@@ -1,7 +1,6 @@
 """What a run is kept in stays the same store, whatever others ask for; and caches of fsspec are not read."""
 
 import gc
-import signal
 import weakref
 from typing import ClassVar
 
@@ -117,12 +116,11 @@ def test_what_changes_behind_a_url_is_for_those_who_come_later(monkeypatch):
     "options",
     [
         {},
-        {"stop_on": signal.SIGUSR1},
         {"export": checkpoint.Export("clusters://b/hf")},
         {"destinations": [checkpoint.Mirror("clusters://b/copies")]},
         {"destinations": [checkpoint.Tier("/tmp/none", every=1)]},
     ],
-    ids=["plain", "stop_on", "export", "mirror", "tiers"],
+    ids=["plain", "export", "mirror", "tiers"],
 )
 def test_nothing_keeps_a_manager_that_nobody_has(options):
     manager = checkpoint.Manager(RUN, **options)
