@@ -104,7 +104,8 @@ def running_hooks(optimizer: Optimizer) -> Optimizer:
         def hooked_step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
             return step(*args, **kwargs) if inner is None else inner(self, *args, **kwargs)
 
-        optimizer.step = MethodType(without_hooks(Optimizer.profile_hook_step(hooked_step)), optimizer)  # type: ignore[method-assign]
+        hooked = without_hooks(Optimizer.profile_hook_step(hooked_step))
+        optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]  # of this object alone
     return optimizer
 
 

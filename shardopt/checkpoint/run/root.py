@@ -73,7 +73,7 @@ class RunIdentity(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What is directly under a root: names, the checkpoints among them (ascending), and branch records by file name.
+    """The names directly under a root, the checkpoints among them (ascending), and branch records by file name.
 
     Args:
         number: of the listing, in the order in which they begin.

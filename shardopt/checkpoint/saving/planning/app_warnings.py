@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
-from shardopt.checkpoint.saving.planning.frozen import is_frozen, members_of
+from shardopt.checkpoint.saving.planning.frozen import is_untrained, members_of
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
@@ -279,8 +279,8 @@ def warn_of_frozen(found: Found, report: LoadReport | None = None) -> None:
     are_known = noted.issubset(stored.values())  # else they may be these under other names, and were frozen too
     for place, own in members.items():
         if any(key.startswith(f"{place}.") for key in report.loaded):
-            froze = [name for key, name, each in own if is_frozen(each) and stored[key] not in noted and are_known]
-            thawed = [name for key, name, each in own if not is_frozen(each) and stored[key] in noted]
+            froze = [name for key, name, each in own if is_untrained(each) and stored[key] not in noted and are_known]
+            thawed = [name for key, name, each in own if not is_untrained(each) and stored[key] in noted]
             if all(stored[key] in noted for key, _, _ in own):  # a network that is frozen while another has its turn
                 thawed = []
             _tell_of_frozen(place, froze, thawed)
@@ -291,7 +291,7 @@ def _frozen_with_steps(optimizer: Any) -> list[str]:
         name
         for each in children_of(optimizer)
         for name, own in _named(each, False)
-        if _has_stepped(each.state.get(own)) and is_frozen(own)
+        if _has_stepped(each.state.get(own)) and is_untrained(own)
     ]
 
 

@@ -17,7 +17,7 @@ from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import FlatState
 
 
-def is_frozen(parameter: Tensor) -> bool:
+def is_untrained(parameter: Tensor) -> bool:
     """Whether nothing trains a parameter."""
     return not requires_gradient(parameter) and not is_moved_by_backward(parameter)
 
@@ -44,5 +44,5 @@ def frozen_in(flat: FlatState) -> list[str]:
         for path, optimizer in optimizers
         if not all(requires_gradient(each) for group in optimizer.param_groups for each in group["params"])
         for key, _, own in members_of(path, optimizer)
-        if is_frozen(own)
+        if is_untrained(own)
     ]
