@@ -179,13 +179,23 @@ def shards_of(module: nn.Module) -> Iterator[Tensor]:
 
     Until they are resharded the module itself has gathered copies in their place.
     """
-    within = set(module.modules())
+    yield from {id(shard): shard for _, shard in named_shards_of(module)}.values()
+
+
+def named_shards_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names in a module of the shards that `shards_of` yields, all that one has, in the module's order."""
+    at: dict[nn.Module, dict[str, Tensor]] = {}
     for sharded in list(_module_state_mapping):  # also one above this module that has it in its group
         if isinstance(sharded, FSDPModule):
             for group in sharded._get_fsdp_state()._fsdp_param_groups:
                 for each in group.fsdp_params:
-                    if not within.isdisjoint((each._module_info.module, *each._module_info.shared_modules)):
-                        yield each.sharded_param
+                    info = each._module_info
+                    at.setdefault(info.module, {})[info.param_name] = each.sharded_param
+                    for shared, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                        at.setdefault(shared, {})[name] = each.sharded_param
+    for prefix, inner in module.named_modules() if at else ():
+        for name, shard in at.get(inner, {}).items():
+            yield f"{prefix}.{name}" if prefix else name, shard
 
 
 def _meshes_of(module: nn.Module) -> Iterator[DeviceMesh]:

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardopt.runtime.torch_gradients import named_shards_of
+
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _DDP = "module."
 """The attribute of DistributedDataParallel and DataParallel; a user's own module may have the same name."""
@@ -188,9 +190,10 @@ class ParameterNames:
                 tensors.setdefault(id(node), place)
             elif isinstance(node, Module):
                 node = _innermost(node)
-                named = dict(node.named_parameters())
-                plain = plain_names_in(node, named)
-                modules.append((place, {id(each): plain.get(name, name) for name, each in named.items()}))
+                # What `fully_shard` has gathered for a forward stands in the place of what optimizers have.
+                named = [*node.named_parameters(), *named_shards_of(node)]
+                plain = plain_names_in(node, [name for name, _ in named])
+                modules.append((place, {id(each): plain.get(name, name) for name, each in reversed(named)}))
             elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
                 seen.add(id(node))
                 parts = node.items() if isinstance(node, Mapping) else enumerate(node)

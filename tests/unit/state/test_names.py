@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardopt
@@ -16,6 +18,7 @@ from shardopt.errors import MismatchError, StateError
 from shardopt.state.flatten import flatten
 from shardopt.state.names import names_alike, names_under_wrappers, plain_name, plain_names_in
 from tests.harness import run_ranks
+from tests.support.fake_rank import fake_rank
 
 
 class Model(nn.Module):
@@ -383,3 +386,24 @@ def test_a_look_at_names_without_wrappers_is_all_there_is():
 
     assert plain_names_in(Unlooked(), [f"layers.{i}.weight" for i in range(5)]) == {}
     assert plain_name("a._orig_mod.b._checkpoint_wrapped_module.c") == "a.b.c"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_names_of_parameters_that_fully_shard_has_gathered(tied):
+    """A forward without a backward, as of an evaluation, leaves copies in their place until the model's state is made.
+
+    That comes later than the optimizer's in an app that has the optimizer first.
+    """
+    with fake_rank(0, 1):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+        if tied:
+            model[2].weight = model[1].weight
+        for module in (model[0], model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        optimizer, names = torch.optim.Adam(model.parameters()), dict(model.named_parameters())
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert {*map(id, model.parameters())} != {*map(id, names.values())}
+        flat = flatten({"optimizer": optimizer, "model": model})
+    prefix = "optimizer.param_groups."
+    assert [key.removeprefix(prefix) for key in flat.leaves if key.startswith(prefix)] == [*names]
