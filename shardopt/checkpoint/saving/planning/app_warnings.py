@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,11 +26,12 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
-from shardopt.checkpoint.saving.planning.frozen import is_untrained, members_of
+from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
 from shardopt.state.fused_kernels import counts_steps, has_other_rate, kernels_in
+from shardopt.state.names import ParameterNames
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 
@@ -81,6 +82,7 @@ class AppWarnings:
         self._began = 0  # the step at which this job began
         self._counted: tuple[int, dict[str, int]] | None = None  # the first saved step, its counters
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
+        self._frozen: list[Otherwise] = []  # to be told of at the next step, or save
 
     @_harmless()
     def of_saved(self, step: int, app: Any) -> None:
@@ -96,6 +98,9 @@ class AppWarnings:
             )
         self._compare_counters(step, app)
         self._told_of_workers = self._told_of_workers or warn_of_workers()
+        for each in self._frozen:  # of what no step was seen
+            each.tell()
+        self._end_frozen()
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
@@ -104,6 +109,11 @@ class AppWarnings:
             warn_of_counts(found)
         self._told_of_kernels = self._told_of_kernels or warn_of_kernel_rates(found)
         self._compare_rates(found, warns=True)
+
+    def _end_frozen(self) -> None:
+        for each in self._frozen:
+            each.end()
+        self._frozen = []
 
     def _may_be_stale(self, found: Found) -> bool:
         """Whether an optimizer without names may step what the model has replaced since the last save."""
@@ -178,8 +188,10 @@ class AppWarnings:
             )
         found = objects_in({**app})
         self._compare_rates(found, warns=False)
+        self._end_frozen()
         if report is not None:
-            warn_of_frozen(found, report)
+            optimizers = [(path, each) for path, each in found if isinstance(each, Optimizer)]
+            self._frozen = frozen_otherwise(optimizers, ParameterNames(app), report)
         if is_whole and not (self._has_saved or self._unheld):
             self._unheld = warn_of_unheld(found)
 
@@ -198,7 +210,7 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
     tensors = [each for _, value in found for each in _tensors_of(value)]
     held: set[Any] = set(map(id, tensors))
     others = {
-        key: [pair for child in children_of(each) for pair in _named(child, True) if id(pair[1]) not in held]
+        key: [pair for child in children_of(each) for pair in _trained(child) if id(pair[1]) not in held]
         for key, each in optimizers.items()
         if key not in but
     }
@@ -260,64 +272,6 @@ def _manages_collisions(module: Module) -> bool:
     return ("MCHManagedCollisionModule", "torchrec") in names
 
 
-def warn_of_frozen(found: Found, report: LoadReport | None = None) -> None:
-    """Logs a warning for each optimizer with parameters that are frozen and were not when it was saved, or reversely.
-
-    Of a checkpoint that does not say which were, it tells of frozen ones that have made steps. Local.
-
-    Args:
-        report: of the load; only what was loaded is compared.
-    """
-    optimizers = [(path, each) for path, each in found if isinstance(each, Optimizer)]
-    if report is None or report.frozen is None:
-        for path, optimizer in optimizers:
-            _tell_of_frozen(join(path), _frozen_with_steps(optimizer), [])
-        return
-    members = {join(path): list(members_of(path, optimizer)) for path, optimizer in optimizers}
-    stored = {key: report.renamed.get(key, key) for own in members.values() for key, _, _ in own}
-    noted = set(report.frozen)
-    are_known = noted.issubset(stored.values())  # else they may be these under other names, and were frozen too
-    for place, own in members.items():
-        if any(key.startswith(f"{place}.") for key in report.loaded):
-            froze = [name for key, name, each in own if is_untrained(each) and stored[key] not in noted and are_known]
-            thawed = [name for key, name, each in own if not is_untrained(each) and stored[key] in noted]
-            if all(stored[key] in noted for key, _, _ in own):  # a network that is frozen while another has its turn
-                thawed = []
-            _tell_of_frozen(place, froze, thawed)
-
-
-def _frozen_with_steps(optimizer: Any) -> list[str]:
-    return [
-        name
-        for each in children_of(optimizer)
-        for name, own in _named(each, False)
-        if _has_stepped(each.state.get(own)) and is_untrained(own)
-    ]
-
-
-def _tell_of_frozen(key: str, froze: Sequence[str], thawed: Sequence[str]) -> None:
-    again = "again before the loop; requires_grad is not saved [optimizer-state]"
-    if froze:
-        _log.warning(
-            "%s has trained %d parameters that are frozen now, such as %s: if the run unfroze them at a step, call "
-            "requires_grad_(True) %s",
-            *(key, len(froze), froze[0], again),
-        )
-    if thawed:
-        _log.warning(
-            "%s trains %d parameters that were frozen when this step was saved, such as %s: if the run froze them at "
-            "a step, call requires_grad_(False) %s",
-            *(key, len(thawed), thawed[0], again),
-        )
-
-
-def _has_stepped(state: Mapping[str, Any] | None) -> bool:
-    step = (state or {}).get("step")
-    if isinstance(step, Tensor):
-        return any(bool((local > 0).any()) for local in local_tensors(step))
-    return bool(state) if step is None else step > 0
-
-
 def objects_in(value: Any, path: Path = ()) -> Found:
     """Returns what is in an app's dicts, lists and tuples, by path; runs no code of its mappings."""
     if isinstance(value, PerRank):
@@ -346,13 +300,13 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _named(optimizer: Any, trained: bool) -> list[tuple[str, Tensor]]:
-    """Returns the trained or the frozen parameters of an optimizer, with what an error may call them."""
+def _trained(optimizer: Any) -> list[tuple[str, Tensor]]:
+    """Returns the trained parameters of an optimizer, with what an error may call them."""
     named = names_of(optimizer)
     pairs = [
         (f"one of shape {tuple(each.shape)}", each) for group in optimizer.param_groups for each in group["params"]
     ]
-    return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad is trained]
+    return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad]
 
 
 def _places(tensor: Tensor) -> list[tuple[torch.device, int]]:

@@ -299,4 +299,4 @@ def test_a_frozen_parameter_in_a_group_with_fewer_names(tmp_path):
     optimizer.param_groups[0]["params"].append(model[1].weight.requires_grad_(False))
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     with checkpoint.open(tmp_path / "c") as reader:
-        assert reader.manifest.frozen == ("optimizer.param_groups.2",)
+        assert reader.manifest.frozen == ("optimizer.param_groups.1.weight",)

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning import app_warnings
+from shardopt.checkpoint.saving.planning import app_warnings, frozen
+from shardopt.state.names import ParameterNames
 from tests.support.fake_rank import fake_rank
 
 LINE = "steps 1 parameters that nothing in the app holds, such as {}: a resume would give their moments to new values"
@@ -184,10 +185,17 @@ def test_a_layer_that_is_frozen_again_after_a_resume_is_told_of(tmp_path, caplog
             manager.save(step, app)
     app = make()
     checkpoint.Manager(tmp_path).restore(app)
+    assert not caplog.messages
+    app["model"](torch.ones(1, 2)).sum().backward()
+    for _ in range(2):
+        app["optimizer"].step()
     lines = [each for each in caplog.messages if "frozen" in each]
-    name = {"torch": "one of shape (2, 2)", "combined": "all.0.weight"}.get(kind, "0.weight")
-    said = f"optimizer has trained 2 parameters that are frozen now, such as {name}: "
+    said = f"optimizer has trained 2 parameters that are frozen now, such as {first_name(kind)}: "
     assert [line.startswith(said) for line in lines] == [True] * unfrozen
+
+
+def first_name(kind):
+    return "all.0.weight" if kind == "combined" else "0.weight"
 
 
 def swapped(app):
@@ -254,15 +262,18 @@ def with_layers(kind, names=("0", "1")):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_layer_that_is_not_frozen_again_is_told_of_and_one_that_is_is_not(tmp_path, caplog, kind):
-    app = frozen_at(tmp_path, kind)
-    name = {"torch": "one of shape (2, 2)", "combined": "all.0.weight"}.get(kind, "0.weight")
+    app, name = frozen_at(tmp_path, kind), first_name(kind)
     thawed = f"optimizer trains 2 parameters that were frozen when this step was saved, such as {name}: "
     froze = f"optimizer has trained 2 parameters that are frozen now, such as {name}: "
 
-    def told(app, **choices):
+    def told(app, then=None, **choices):
         caplog.clear()
         with checkpoint.Manager(tmp_path) as manager:
             manager.restore(app, **choices)
+            assert not any("frozen" in each for each in caplog.messages)
+            if then is not None:
+                app["model"][0].requires_grad_(then)
+            train(app, app["step"])
         return [each for each in caplog.messages if "frozen" in each]
 
     fresh = with_layers(kind)
@@ -273,8 +284,24 @@ def test_a_layer_that_is_not_frozen_again_is_told_of_and_one_that_is_is_not(tmp_
     assert line.startswith(thawed) and "requires_grad_(False) again" in line
     (line,) = told(app, step=2)  # a rewind in the process that has frozen it
     assert line.startswith(froze) and "requires_grad_(True) again" in line
-    app["model"][0].requires_grad_(True)
+    assert told(with_layers(kind), then=False) == []  # a script that restores first, and freezes afterwards
+    app["model"][0].requires_grad_(False)
+    assert told(app, then=True) == []
     assert told(app) == []
+
+
+@pytest.mark.parametrize("is_mended", [False, True])
+def test_frozen_layers_of_which_no_step_is_seen_are_told_of_at_the_next_save(tmp_path, caplog, is_mended):
+    frozen_at(tmp_path, "torch")
+    app = with_layers("torch")
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.restore(app)
+        app["model"][0].requires_grad_(not is_mended)
+        for app["step"] in (4, 5):
+            manager.save(app["step"], app)
+        assert sum("were frozen when" in each for each in caplog.messages) == (not is_mended)
+    train(app, 6)
+    assert sum("were frozen when" in each for each in caplog.messages) == (not is_mended)
 
 
 def test_frozen_layers_under_new_names_are_known_by_the_rules_of_rename(tmp_path, caplog):
@@ -284,16 +311,19 @@ def test_frozen_layers_under_new_names_are_known_by_the_rules_of_rename(tmp_path
         app["model"][0].requires_grad_(not freezes)
         caplog.clear()
         checkpoint.Manager(tmp_path).restore(app, rename={r"\b0\.(weight|bias)": r"first.\1"})
+        train(app, 4)
         assert ("were frozen" in caplog.text, "frozen now" in caplog.text) == (not freezes, False)
 
 
-def test_a_checkpoint_that_does_not_say_what_was_frozen_is_told_of_by_its_steps(tmp_path, caplog):
-    app = frozen_at(tmp_path, "keyed")
+@pytest.mark.parametrize("kind", ["keyed", "torch"])
+def test_a_checkpoint_that_does_not_say_what_was_frozen_is_told_of_by_its_steps(tmp_path, caplog, kind):
+    app = frozen_at(tmp_path, kind)
     report = checkpoint.load(tmp_path / "step-00000003", app)
     assert {*report.frozen} == {"optimizer.param_groups.0.bias", "optimizer.param_groups.0.weight"}
     assert checkpoint.load(tmp_path / "step-00000002", app).frozen == ()
     caplog.clear()
-    app_warnings.warn_of_frozen(app_warnings.objects_in(app), replace(report, frozen=None))
+    frozen.frozen_otherwise([(("optimizer",), app["optimizer"])], ParameterNames(app), replace(report, frozen=None))
+    train(app, 4)
     assert "has trained 2 parameters that are frozen now" in caplog.text
 
 
@@ -329,10 +359,19 @@ def test_a_network_that_is_frozen_while_another_has_its_turn_is_not_told_of(tmp_
         nets = {name: nn.Linear(2, 2) for name in "gd"}
         return {**nets, **{f"of_{name}": torch.optim.SGD(each.parameters()) for name, each in nets.items()}}
 
+    def step(app, own, other):
+        app[other].requires_grad_(False)
+        app[own].requires_grad_(True)
+        app["d"](app["g"](torch.ones(1, 2))).sum().backward()
+        app[f"of_{own}"].step()
+
     app = make()
-    app["d"].requires_grad_(False)
+    step(app, "g", "d")
     with checkpoint.Manager(tmp_path, every=1) as manager:
         manager.save(1, app)
-    with checkpoint.Manager(tmp_path, every=1) as manager:
-        assert manager.restore(make()) == 1
+    for again in (make(), app):
+        with checkpoint.Manager(tmp_path, every=1) as manager:
+            assert manager.restore(again) == 1
+        step(again, "d", "g")
+        step(again, "g", "d")
     assert not caplog.messages

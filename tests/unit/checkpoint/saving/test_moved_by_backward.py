@@ -2,6 +2,7 @@
 
 import logging
 from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,13 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning.app_warnings import objects_in, warn_of_frozen
+from shardopt.checkpoint.saving.planning.frozen import frozen_otherwise
 from shardopt.checkpoint.saving.writing.staging import changed_by_steps_alone
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim import CombinedOptimizer, KeyedOptimizer
 from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.state.flatten import flatten
+from shardopt.state.names import ParameterNames
 
 
 class Net(nn.Module):
@@ -123,12 +125,16 @@ def test_a_save_takes_views_of_the_models_own_memory_and_refuses_others(tmp_path
         checkpoint.save(tmp_path / "other", {"model": model, "optimizer": stale})
 
 
-def test_a_restore_tells_of_frozen_parameters_and_not_of_tables(caplog):
+def test_a_restore_tells_of_frozen_parameters_and_not_of_tables(tmp_path, caplog):
     model = Net()
     fused = Fused(model)
     fused.step()
     with caplog.at_level(logging.WARNING, logger="shardopt"):
-        warn_of_frozen(objects_in({"model": model, "tables": fused}))
+        app = {"model": model, "tables": fused}
+        checkpoint.save(tmp_path / "c", app)
+        report = replace(checkpoint.load(tmp_path / "c", app), frozen=None)
+        frozen_otherwise([(("tables",), fused)], ParameterNames(app), report)
+        fused.step()
     assert not caplog.records
 
 
