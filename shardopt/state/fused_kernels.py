@@ -46,6 +46,15 @@ def counts_steps(kernel: Any) -> bool:
     return "ADAM" in algorithm or "LAMB" in algorithm or any(getattr(kernel, each, False) for each in _COUNTED)
 
 
+def has_counted(kernel: Any, steps: int) -> bool:
+    """Whether a kernel has counted so many steps: one that began anew in a resumed run, and was not told, has not.
+
+    It counts forwards on the CPU, and begins there from the buffer that `set_optimizer_step` sets.
+    """
+    counts = (int(each) for each in (getattr(kernel, name, None) for name in ("iter_cpu", "iter")) if each is not None)
+    return next(filter(None, counts), 0) >= steps
+
+
 def take_rates(optimizer: Any) -> None:
     """Gives kernels the rates of their groups, as a fused optimizer's `zero_grad` does, which has no gradients."""
     for fused, kernel in kernels_in(optimizer):

@@ -30,7 +30,7 @@ from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwi
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.sharding.view import local_tensors
-from shardopt.state.fused_kernels import counts_steps, has_other_rate, kernels_in
+from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
 from shardopt.state.names import ParameterNames
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
@@ -106,7 +106,7 @@ class AppWarnings:
             self._unheld |= warn_of_unheld(found, but=self._unheld)
         if is_first:
             warn_of_collisions(found)
-            warn_of_counts(found)
+            warn_of_counts(found, step)
         self._told_of_kernels = self._told_of_kernels or warn_of_kernel_rates(found)
         self._compare_rates(found, warns=True)
 
@@ -241,15 +241,19 @@ def warn_of_collisions(found: Found) -> None:
         )
 
 
-def warn_of_counts(found: Found) -> None:
-    """Logs a warning of torchrec's fused tables whose kernels count steps, which is in no state. Local."""
+def warn_of_counts(found: Found, step: int) -> None:
+    """Logs a warning of torchrec's fused tables whose kernels count steps, and began anew where a run resumed. Local.
+
+    Args:
+        step: that is saved.
+    """
     for key, optimizer in _optimizers(found).items():
-        if any(counts_steps(kernel) for _, kernel in kernels_in(optimizer)):
+        if any(counts_steps(kernel) and not has_counted(kernel, step) for _, kernel in kernels_in(optimizer)):
             _log.warning(
-                "%s has fused tables whose steps depend on FBGEMM's count of them, which is in no state: a resumed run "
-                "would begin it anew. Call set_optimizer_step(steps) of the fused optimizer after a restore "
-                "[cannot-store]",
-                key,
+                "%s has fused tables whose steps depend on FBGEMM's count of them, which is in no state, and is less "
+                "than %d here: a resumed run begins it anew. Call set_optimizer_step(steps) of the fused optimizer "
+                "after a restore [cannot-store]",
+                *(key, step),
             )
 
 

@@ -65,11 +65,23 @@ def test_a_kernel_with_another_rate_than_its_group_is_told_of_once(tmp_path, cap
 
 
 @pytest.mark.parametrize("algorithm", ["ADAM", "PARTIAL_ROWWISE_LAMB", "EXACT_ADAGRAD"])
-def test_kernels_that_count_steps_are_told_of_once(tmp_path, caplog, fbgemm, algorithm):
-    app, _ = fused_app(0.5, algorithm)
-    with checkpoint.Manager(tmp_path) as manager:
-        for step in range(1, 3):
-            app["step"] = step
-            manager.save(step, app)
-    lines = [each for each in caplog.messages if "FBGEMM's count" in each]
+def test_kernels_that_count_steps_anew_are_told_of_once(tmp_path, caplog, fbgemm, algorithm):
+    """Not in a run that begins, nor where the program has set the count that the run had."""
+
+    def job(steps, count):
+        app, fused = fused_app(0.5, algorithm)
+        kernel = fused._emb_module
+        kernel.iter, kernel.iter_cpu = torch.tensor([count]), torch.tensor([0])
+        caplog.clear()
+        with checkpoint.Manager(tmp_path) as manager:
+            manager.restore(app)
+            for app["step"] in steps:
+                kernel.iter_cpu.fill_(int(kernel.iter_cpu) or int(kernel.iter)).add_(1)  # as a forward does
+                manager.save(app["step"], app)
+        return [each for each in caplog.messages if "FBGEMM's count" in each]
+
+    assert job([1, 2, 3], count=0) == []
+    assert job([4, 5], count=3) == []
+    lines = job([6, 7], count=0)
     assert len(lines) == (algorithm != "EXACT_ADAGRAD")
+    assert all("is less than 6 here" in line for line in lines)
