@@ -76,8 +76,8 @@ def is_a_checkpoint(url: str, of: str) -> CheckpointError:
     return CheckpointError("a run cannot be kept in a checkpoint", [problem], code="run-root")
 
 
-def runs_near(root: str) -> list[str]:
-    """Returns the local directories beside or within a path that hold a run, one level up or down.
+def runs_near(root: str, but: Collection[str]) -> list[str]:
+    """Returns the local directories beside or within a path that hold a run, one level up or down, but some.
 
     That are its own directories, the one that it is in, and those there whose names differ from its own by little.
     """
@@ -93,7 +93,7 @@ def runs_near(root: str) -> list[str]:
     with suppress(OSError):
         near = [parent, *(os.path.join(parent, name) for name in within(parent) if name != own and _like(name, own))]
     steps: list[str] = []
-    for path in [*found, *near]:
+    for path in [each for each in (*found, *near) if each not in but]:
         with suppress(OSError):
             steps += [path] if ids_in(os.listdir(path)) else []
     return steps

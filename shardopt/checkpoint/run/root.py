@@ -34,7 +34,7 @@ from shardopt.checkpoint.run.branches import (
 )
 from shardopt.checkpoint.sources.own import is_committed, read_manifest
 from shardopt.checkpoint.sources.referred import look_at_each
-from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
+from shardopt.checkpoint.storage import LocalStorage, Storage, held_urls, wrap_os_errors
 from shardopt.checkpoint.storage.mounts import unwritable
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
@@ -203,9 +203,9 @@ class Root:
     def tell_none(self) -> str:
         """Returns the line for a run that begins without a checkpoint, which names one of another format beside it.
 
-        Warns of a run one level up or down on a disk.
+        Warns of a run one level up or down on a disk, unless the program has a Manager of it.
         """
-        if isinstance(self.storage, LocalStorage) and (others := runs_near(self.url)):
+        if isinstance(self.storage, LocalStorage) and (others := runs_near(self.url, but=held_urls())):
             text = "no checkpoint is in %s, and a run is in %s: if that is meant, give Manager that path [run-root]"
             _log.warning(text, self.url, " and ".join(others[:3]))
         if not self.is_there():

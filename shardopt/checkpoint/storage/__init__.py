@@ -8,6 +8,7 @@ from shardopt.checkpoint.storage.base import too_short as too_short
 from shardopt.checkpoint.storage.local import LocalStorage as LocalStorage
 from shardopt.checkpoint.storage.local import is_temporary as is_temporary
 from shardopt.checkpoint.storage.open import absolute_url as absolute_url
+from shardopt.checkpoint.storage.open import held_urls as held_urls
 from shardopt.checkpoint.storage.open import hold as hold
 from shardopt.checkpoint.storage.open import is_in_archive as is_in_archive
 from shardopt.checkpoint.storage.open import register_storage as register_storage

@@ -88,11 +88,12 @@ def hold(url: str | os.PathLike[str], owner: object = None) -> Storage:
         CheckpointError: as `storage_of`.
     """
     storage = world().open_storage(os.fspath(url), True, _open)
+    key = id(storage)
     if isinstance(storage, LocalStorage):  # where there is one store alone
+        _local[key] = ref(storage, lambda _: _local.pop(key, None))
         return storage
     place = _place_of(storage, _options_of(storage.url, _options))
     _refuse_elsewhere(storage, place)
-    key = id(storage)
     _held[key] = _Held(ref(storage, lambda _: _held.pop(key, None)), ref(storage if owner is None else owner), place)
     return storage
 
@@ -101,6 +102,13 @@ def release(*storages: Storage) -> None:
     """Ends what `hold` has begun."""
     for each in storages:
         _held.pop(id(each), None)
+        _local.pop(id(each), None)
+
+
+def held_urls() -> set[str]:
+    """Returns the URLs of what `hold` has begun, and nothing has ended."""
+    alive = (each() for each in (*list(_local.values()), *(held.storage for held in list(_held.values()))))
+    return {each.url for each in alive if each is not None}
 
 
 def register_storage(protocol: str, opener: Callable[..., Storage]) -> None:
@@ -164,6 +172,7 @@ class _Held(NamedTuple):
 _OPTIONS = "arguments of fsspec's file system by name"
 _options: dict[str, dict[str, Any]] = {}  # by URL
 _held: dict[int, _Held] = {}  # by id, as storages may be equal
+_local: dict[int, ref[Storage]] = {}  # likewise, of local ones
 _NOT_WHERE = re.compile(
     "key|secret|token|pass|credential|user|sas|anon|client_id|tenant"
     "|timeout|retr|attempt|block_?size|cache|listing|concurren|max_|pool|batch|buffer|keepalive|chunk"

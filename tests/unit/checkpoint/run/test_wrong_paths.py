@@ -29,9 +29,9 @@ def refused(path):
 
 @pytest.fixture
 def run(tmp_path):
-    manager = checkpoint.Manager(tmp_path / "run")
-    for step in (9, 100, 20):
-        manager.save(step, {"x": torch.ones(1)})
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        for step in (9, 100, 20):
+            manager.save(step, {"x": torch.ones(1)})
     (tmp_path / "run" / "step-00000300").mkdir()
     return tmp_path / "run"
 
@@ -249,6 +249,15 @@ def test_a_run_that_is_one_level_up_or_down_is_named(run, caplog):
     caplog.clear()
     checkpoint.Manager(run.parent / "run2").restore({"x": torch.ones(1)})
     assert not [each for each in caplog.records if each.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("inner", ["run/best", "."])
+def test_a_run_within_that_of_another_manager_is_not_taken_for_a_wrong_path(run, caplog, inner):
+    with checkpoint.Manager(run), checkpoint.Manager(run.parent / inner) as other:
+        assert other.restore({"x": torch.ones(1)}) == 0
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert checkpoint.Manager(run.parent / inner).restore({"x": torch.ones(1)}) == 0
+    assert "if that is meant, give Manager that path" in caplog.text
 
 
 @pytest.mark.parametrize("short", ["step-9", "step-0009", "step_9", "9"])
