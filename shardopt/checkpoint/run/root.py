@@ -21,6 +21,7 @@ from shardopt.checkpoint.format.constants import (
     unpack_record,
 )
 from shardopt.checkpoint.hosts.directory import PREFIX
+from shardopt.checkpoint.reports import announce
 from shardopt.checkpoint.run.branches import (
     Branch,
     Branches,
@@ -43,7 +44,6 @@ RUN_NAME = "run.json"
 """The name of the record of a run, in its root and in its mirror."""
 LABEL_NAME = ".run"
 """The name of the record in a host's directory of a tier."""
-
 STREAM_NAME = "stream.json"
 """The name of the record in the root of a publisher, where no run is kept."""
 
@@ -259,7 +259,7 @@ class Root:
         """Makes this the root of a run, or of a publisher, after a listing.
 
         Args:
-            reads_first: whether nothing is written yet: warns where nothing could be.
+            reads_first: whether nothing is written yet: tells where nothing could be.
 
         Raises:
             CheckpointError: it is that of the other, which would remove what this one saves, or a checkpoint itself.
@@ -269,7 +269,7 @@ class Root:
         if is_checkpoint or DCP_METADATA_NAME in names:
             raise is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
         if reads_first and isinstance(self.storage, LocalStorage) and (path := unwritable(self.url)):
-            _log.warning("%s cannot be written to: the first save to %s will fail [storage-failed]", path, self.url)
+            announce(f"{path} cannot be written to: a save to {self.url} would fail [storage-failed]")
         kinds = "the root of a run", "the root of a publisher"
         has_record, beside = STREAM_NAME in names, _in_use.get(self.url)
         has_steps = bool(self.seen.ids) and not self.is_on_hosts
