@@ -52,6 +52,7 @@ from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
 _AGAIN = "-again"
+_MOST_LACKING = 10  # saves between evaluations; after so many without the metric its name is likely wrong
 _MOST_OWN = 1000  # saves, in a run that saves for months
 _log = logging.getLogger("shardopt.checkpoint")
 _OWN_FILES = re.compile(
@@ -124,7 +125,7 @@ class Exporter(Task):
         self._root = storage_of(export.url)
         self._own: dict[str, None] = {}  # the ids of this process's saves: what others have saved may not fit `export`
         self._again: set[CheckpointId] = set()  # to be tried again; two threads take what is in it
-        self._told = False  # of a step that lacks the metric
+        self._lacking, self._has_metric = 0, False  # saves with other metrics alone; whether any had that one
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
     def begin(self, id: CheckpointId, noted: Noted, is_own: bool) -> None:
@@ -133,13 +134,14 @@ class Exporter(Task):
         Args:
             is_own: whether this process has saved it.
         """
-        if self._best is not None and noted.metrics and self._best.metric not in noted.metrics and not self._told:
-            self._told = True
-            _log.warning(
-                "step %d is not exported: Export(best=) goes by the metric %r, and it has %s. Name one of these, "
-                "unless other steps have it, or add_metrics adds it [invalid-argument]",
-                *(id.step, self._best.metric, ", ".join(sorted(noted.metrics))),
-            )
+        if self._best is not None and noted.metrics and self._best.metric not in noted.metrics:
+            self._lacking += 1
+            if self._lacking == _MOST_LACKING and not self._has_metric:
+                _log.warning(
+                    "nothing is exported: Export(best=) goes by the metric %r, which none of %d saves had; step %d has "
+                    "%s. Name one of these, or give it to the steps that have it [invalid-argument]",
+                    *(self._best.metric, self._lacking, id.step, ", ".join(sorted(noted.metrics))),
+                )
         if is_own and noted.save_id is not None:
             self._own[noted.save_id] = None
             for oldest in list(self._own)[:-_MOST_OWN]:
@@ -315,6 +317,7 @@ class Exporter(Task):
             return [*candidates[-1:]]
         values = {i: self._value(each) for i, each in enumerate(candidates)}
         ranked = best_of(values, self._best._replace(n=max(len(values), 1)))
+        self._has_metric = self._has_metric or bool(ranked)
         return [candidates[i] for i in reversed(ranked)]
 
     def _is_better(self, value: float, than: float) -> bool:

@@ -56,10 +56,24 @@ def test_the_best_one_stays_also_in_the_next_process(tmp_path):
 
 
 def test_a_best_by_a_name_that_no_metric_has_is_told_once(tmp_path, caplog):
-    run(tmp_path, [3.0, 1.0], best=("los", "min"))
+    run(tmp_path, [3.0] * 12, best=("los", "min"))
     (said,) = caplog.messages
-    assert said.startswith("step 1 is not exported: Export(best=) goes by the metric 'los', and it has loss. ")
-    assert not (tmp_path / "hf" / "export.json").exists()
+    assert said.startswith("nothing is exported: Export(best=) goes by the metric 'los', which none of 10 saves had; ")
+    assert "step 10 has loss" in said and not (tmp_path / "hf" / "export.json").exists()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_best_by_a_metric_that_few_saves_have_is_not_told_of(tmp_path, caplog, late):
+    """An evaluation comes at every ninth save, some with `add_metrics`."""
+    export = checkpoint.Export(tmp_path / "hf", best=("val_loss", "min"), rename={r"^model\.": ""})
+    with checkpoint.Manager(tmp_path / "run", export=export) as manager:
+        for step in range(1, 21):
+            found = {"val_loss": 1 / step} if step % 9 == 0 else {}
+            manager.save(step, app(step), metrics={"loss": 2.0} if late else {"loss": 2.0, **found})
+            if late and found:
+                manager.add_metrics(step, found)
+    assert caplog.messages == []
+    assert exported(tmp_path / "hf") == ("step-00000018", 18.0)
 
 
 def exports_that_wait(monkeypatch):
