@@ -314,10 +314,11 @@ def _tell_of_gradients() -> None:
 
 @cache
 def _tell_of_rest(batches: int, steps: int) -> None:
-    _log.warning(
+    # No warning: a loop that counts steps, and not epochs, is right.
+    _log.info(
         "an epoch has %d batches, and a step accumulates %d: the last step of an epoch takes batches of the next one. "
         "Accelerate makes a step at the end of an epoch of its own loaders, and not of this. Where an epoch ends, do "
-        "not wait for accelerator.sync_gradients; or make the batches of an epoch a multiple of %d [framework]",
+        "not wait for accelerator.sync_gradients; or make the batches of an epoch a multiple of %d",
         *(batches, steps, steps),
     )
 
