@@ -6,15 +6,16 @@ So a checkpoint has the versions by which it was saved, and a load hands these t
     {"model": {"backbone.bn1": 2}}        key of a state → name of a module in it → version, where that is not 1
 
 Classes begin with version 1. So a state that has notes, and none of a module, has that module's by version 1. A state
-without notes, as of earlier writers and plain dicts, is taken as of the version that is here. So is one with a version
-that is no number (a class may mean something else by the name), and what the notes of a state leave out: such a state
-has all versions, and "*".
+without notes, as of earlier writers and plain dicts, is taken as of the version that is here. So is a module with a
+version that is no number (a class may mean something else by the name), or that the notes of a state leave out: such a
+state has all other versions, and "*".
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -48,8 +49,8 @@ class Noted(NamedTuple):
         name = self.plain_names.get(name, name)
         return join((*self.path, name)) if name else join(self.path)
 
-    def versions(self) -> dict[str, Version]:
-        """Returns the version of each module, by its plain name."""
+    def versions(self) -> dict[str, Any]:
+        """Returns the version of each module, by its plain name, also where that is no number."""
         notes = notes_of(self.state) or {}
         # Of a wrapper and its module, which have one name, the module is the later.
         return {self.plain_names.get(name, name): note.get(VERSION) for name, note in notes.items()}
@@ -58,7 +59,7 @@ class Noted(NamedTuple):
         """Returns the versions as a save stores them."""
         modules = {key.rpartition(".")[0] for key in self.state if type(key) is str}
         is_whole = modules <= (notes_of(self.state) or {}).keys()  # not where somebody has put in other keys
-        return saved_form(self.versions()) if is_whole else {**self.versions(), _REST: None}
+        return saved_form(self.versions(), is_whole)
 
 
 def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
@@ -78,13 +79,12 @@ def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
 
 
 def notes_of(state: Any) -> Mapping[str, Mapping[str, Any]] | None:
-    """Returns torch's notes in a module's state; None if it has none, or some that are not of versions."""
+    """Returns torch's notes in a module's state; None if it has none, or some that are not of modules."""
     # Not by getattr: the entries of a program's dict may be its attributes.
     own = getattr(state, "__dict__", None) if isinstance(state, OrderedDict) else None
     notes = own.get("_metadata") if type(own) is dict else None
     is_known = isinstance(notes, Mapping) and all(
-        type(name) is str and isinstance(each, Mapping) and isinstance(each.get(VERSION), int | None)
-        for name, each in notes.items()
+        type(name) is str and isinstance(each, Mapping) for name, each in notes.items()
     )
     return notes if is_known else None
 
@@ -97,9 +97,16 @@ def with_notes(state: Mapping[str, Any], notes: Mapping[str, Mapping[str, Any]] 
     return noted  # type: ignore[no-any-return]  # an attribute of it is not typed
 
 
-def saved_form(versions: Mapping[str, Version]) -> dict[str, Version]:
-    """Returns the versions that are not the first."""
-    return {name: version for name, version in versions.items() if version != _FIRST}
+def saved_form(versions: Mapping[str, Any], is_whole: bool = True) -> dict[str, Version]:
+    """Returns the versions that are not the first; all, and "*", if there are modules of which nothing is known.
+
+    Args:
+        is_whole: whether it has all modules of a state.
+    """
+    known = {name: version for name, version in versions.items() if type(version) in (int, NoneType)}
+    if is_whole and len(known) == len(versions):
+        return {name: version for name, version in known.items() if version != _FIRST}
+    return {**known, _REST: None}
 
 
 def versions_in(noted: Iterable[Noted]) -> dict[str, dict[str, Version]]:
@@ -136,6 +143,12 @@ def note(noted: Noted, versions: Mapping[str, Version]) -> None:
     if any(notes[name].get(VERSION) != version for name, version in versions.items()):
         given = {name: {**each, VERSION: versions.get(name, each.get(VERSION))} for name, each in notes.items()}
         noted.state._metadata = OrderedDict(given)
+
+
+def converts(module: Module) -> bool:
+    """Whether a load of a module's own values may depend on their version: by its class, or by hooks."""
+    own = type(module)._load_from_state_dict
+    return own is not Module._load_from_state_dict or bool(module._load_state_dict_pre_hooks)
 
 
 def renamed_versions(stored: Versions, new_keys: Mapping[str, str]) -> dict[str, dict[str, Version]]:

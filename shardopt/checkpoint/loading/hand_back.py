@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
 
 from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
@@ -12,7 +15,7 @@ from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptErr
 from shardopt.state.fused_kernels import take_rates
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
-from shardopt.state.versions import Noted, note, stored_for, versions_in
+from shardopt.state.versions import Noted, converts, note, stored_for, versions_in
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -42,19 +45,23 @@ def note_stored_versions(
         note(each, stored_for(each, versions, keys))
 
 
-def refuse_other_versions(noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str]) -> None:
-    """Raises MismatchError for modules of other versions than those here, where no `load_state_dict` would convert.
+def refuse_other_versions(
+    noted: Iterable[Noted], reader: CheckpointReader, stored_keys: Mapping[str, str], app: Any
+) -> None:
+    """Raises MismatchError for modules of other versions than those here, whose load would convert, and does not run.
 
     Args:
         stored_keys: as for `note_stored_versions`.
+        app: the module, or its state, of which it is not known what a load would convert.
     """
     versions, problems = reader.manifest.module_versions or {}, []
+    modules = dict(app.named_modules(remove_duplicate=False)) if isinstance(app, Module) else {}
     for each in noted:
         here = each.versions()
         remedy = "run the code of the publisher here, or load the step by checkpoint.load(...), which converts"
         for name, stored in stored_for(each, versions, stored_keys).items():
             own = here[each.plain_names.get(name, name)]
-            if stored != own:
+            if stored != own and (name not in modules or converts(modules[name])):
                 found = f"values by version {stored} of its class"
                 problems.append(Problem(each.key(name) or "the module", found, f"version {own}, as here", remedy))
     if problems:

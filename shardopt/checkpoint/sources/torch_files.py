@@ -180,8 +180,7 @@ def _versions_in(attributes: Any) -> dict[str, Version] | None:
     if not isinstance(notes, dict):
         return None
     found = {name: note.get(VERSION) for name, note in notes.items() if isinstance(note, dict)}
-    are_known = all(type(name) is str and (type(each) is int or each is None) for name, each in found.items())
-    return saved_form(found) if are_known else None
+    return saved_form(found) if all(type(name) is str for name in found) else None
 
 
 def _by_place(

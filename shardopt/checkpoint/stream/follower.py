@@ -283,7 +283,7 @@ class Follower:
 
     def _staged(self, plan: RankPlan, reader: ChainReader) -> Staged:
         """Reads and checks what changes, as far as it has room in host memory."""
-        refuse_other_versions(plan.flat.noted, plan.reader, plan.stored_keys())
+        refuse_other_versions(plan.flat.noted, plan.reader, plan.stored_keys(), self._app)
         held = {} if self._is_torn else self._held
         parts = [part_of(request, held) for request in plan.requests]
         staged = Staged(parts, plan.tensors, reader.delta_files, self._memory_bytes)

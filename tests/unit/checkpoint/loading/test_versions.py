@@ -153,6 +153,29 @@ def test_followers_refuse_values_that_nothing_would_convert(tmp_path):
     assert checkpoint.Follower(tmp_path, model(Scaled2)).update().step == 1
 
 
+class Renamed(nn.Linear):
+    """A class that has raised its version, and loads all values as they are."""
+
+    _version = 4
+
+
+@pytest.mark.parametrize("way", ["class", "hook", "state"])
+def test_followers_take_other_versions_of_what_converts_nothing(tmp_path, way):
+    with checkpoint.Publisher(tmp_path) as publisher:
+        publisher.publish(1, nn.Sequential(nn.Linear(2, 2))).result()
+    app = after = nn.Sequential(Renamed(2, 2))
+    if way == "hook":
+        after[0].register_load_state_dict_pre_hook(lambda *args: None)
+    elif way == "state":
+        app = after.state_dict()
+    follower = checkpoint.Follower(tmp_path, app)
+    if way == "class":
+        assert follower.update().step == 1
+        return
+    with pytest.raises(MismatchError, match=r"0: found values by version 1 of its class; required version 4"):
+        follower.update()
+
+
 @pytest.mark.parametrize("notes", [7, {"0": 7}, {"0": {"version": "x"}}, {3: {"version": 1}}])
 def test_notes_that_are_none_are_left_out(tmp_path, notes):
     state = OrderedDict(weight=torch.ones(1, 1))
@@ -161,14 +184,18 @@ def test_notes_that_are_none_are_left_out(tmp_path, notes):
     checkpoint.load(tmp_path / "model.pt", {"model": nn.Linear(1, 1, bias=False)})
 
 
-class Strange(Scaled):
-    _version = "0.0.5"
-
-
-def test_a_version_that_is_no_number_is_none(tmp_path):
-    checkpoint.save(tmp_path / "c", {"model": nn.Sequential(Strange())})
-    checkpoint.load(tmp_path / "c", {"model": nn.Sequential(Scaled())})
-    assert SEEN["version"] == 1
+@pytest.mark.parametrize("version", ["0.0.5", True, 1.5])
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_a_version_that_is_no_number_is_none_and_those_beside_it_count(tmp_path, version, by_torch):
+    strange = type("Strange", (Scaled,), {"_version": version})
+    before = nn.Sequential(strange(), Scaled2(), Scaled())
+    if by_torch:
+        torch.save({"model": before.state_dict()}, tmp_path / "c")
+    else:
+        checkpoint.save(tmp_path / "c", {"model": before})
+    after = nn.Sequential(Scaled2(), Scaled3(), Scaled2())
+    checkpoint.load(tmp_path / "c", {"model": after})
+    assert [each.scale[0].item() for each in after] == [1.0, 10.0, 10.0]
 
 
 class Joined(nn.Module):
