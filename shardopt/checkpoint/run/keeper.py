@@ -262,17 +262,17 @@ class Keeper(Task):
     def _counted(self, root: Root, ids: Collection[CheckpointId]) -> Collection[CheckpointId]:
         """Returns those of some checkpoints that retention goes by; logs once which are another run's."""
         # The other one may count otherwise, such as batches where this counts epochs, or be beyond a slow save by now.
-        if self._own is None or (self._own and self._others()):
+        if (own := self._own) is None or (own and self._others()):  # once: a restore may change it meanwhile
             return {*ids}
-        others = sorted(id.step for id in ids if id not in self._own)
-        if self._own and others and not self._told_of_others:  # else nothing is removed yet, as of a mirror
+        others = sorted(id.step for id in ids if id not in own)
+        if own and others and not self._told_of_others:  # else nothing is removed yet, as of a mirror
             self._told_of_others = True
             _log.warning(
                 "%s has %s that this job neither saved nor restored: %s. Retention leaves them. Call restore(app) "
                 "before the first save to count them, or delete(step) for each [run-root]",
                 *(root.url, plural(len(others), "checkpoint"), _some(others)),
             )
-        return self._own.intersection(ids)
+        return own.intersection(ids)
 
     def _kept(self, root: Root, whole: Collection[CheckpointId]) -> Collection[int]:
         """Returns the steps that rules keep.
