@@ -23,7 +23,8 @@ _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wr
 _DDP = "module."
 """The attribute of DistributedDataParallel and DataParallel; a user's own module may have the same name."""
 _ANY_DDP = re.compile(r"(?<![^.])module\.")
-_NAMELESS = "?"  # begins the names of parameters that the app does not have
+NAMELESS = "?"
+"""Begins the names of parameters that the app does not have."""
 _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
 
 
@@ -174,7 +175,7 @@ class ParameterNames:
         dropped, nameless = before_all([*filter(None, names)]), [i for i, name in enumerate(names) if not name]
         names = [name.removeprefix(dropped) for name in names]
         for number, i in enumerate(nameless):
-            names[i] = f"{_NAMELESS}{number}"
+            names[i] = f"{NAMELESS}{number}"
         return tuple(names) if len(set(names)) == len(names) else None
 
     @cached_property

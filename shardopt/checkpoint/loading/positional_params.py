@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.view import view_of
-from shardopt.state.names import names_under_wrappers
+from shardopt.state.names import NAMELESS, names_under_wrappers
 from shardopt.state.param_groups import NAMES_OF_TORCH, PARAMS, Groups
 from shardopt.state.paths import PARAM_GROUPS, join
 from shardopt.state.state import FlatState, RestoreTarget
@@ -62,7 +62,9 @@ def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatSta
         plain = names_under_wrappers(names, known)
         _log.info("%s: stored by position; the names that its parameters were given with tell which is which", key)
         return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
-    return _names_by_order(stored, numbers, target, flat) if stored.in_order else _names_by_shape(stored, target)
+    # Earlier versions gave numbers to all parameters of a program of which some have no name, and went by their order.
+    in_order = stored.in_order or any(name.startswith(NAMELESS) for name in known)
+    return _names_by_order(stored, numbers, target, flat) if in_order else _names_by_shape(stored, target)
 
 
 def _names_by_order(

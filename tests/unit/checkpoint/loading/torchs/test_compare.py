@@ -201,6 +201,31 @@ def test_positions_of_earlier_versions_are_read_by_names_or_shapes(caplog, name)
     assert [group["lr"] for group in loaded[name].param_groups] == [g["lr"] for g in wanted[name].param_groups]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_positions_of_parameters_of_which_some_have_no_name_go_by_their_order(tmp_path, grouped):
+    """Earlier versions saved numbers for all of them where a part of the model is in no module of the app."""
+
+    def make(rate):
+        inner, outer = nn.Linear(2, 2), nn.Linear(2, 2)
+        groups = [{"params": [*each.parameters()], "lr": rate * number} for number, each in ((1, outer), (2, inner))]
+        params = groups if grouped else [*outer.parameters(), *inner.parameters()]
+        return inner, outer, torch.optim.Adam(params, lr=rate)
+
+    inner, outer, saved = make(0.5)
+    inner(outer(torch.ones(1, 2))).square().sum().backward()
+    saved.step()
+    values = {name: value.clone() for name, value in inner.state_dict().items()}
+    checkpoint.save(tmp_path / "c", {"inner": values, "optimizer": saved})
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert "optimizer.state.3.exp_avg" in [*reader.keys()]
+    inner, _, loaded = make(0.1)
+    checkpoint.load(tmp_path / "c", {"inner": inner, "optimizer": loaded}, init_state=True)
+    for number, state in saved.state_dict()["state"].items():
+        for entry, value in state.items():
+            assert torch.equal(loaded.state_dict()["state"][number][entry], value), (number, entry)
+    assert [each["lr"] for each in loaded.param_groups] == [each["lr"] for each in saved.param_groups]
+
+
 def test_positions_that_may_be_either_of_two_are_refused_and_the_remedy_works(tmp_path):
     loaded, wanted = golden(("second", "first"), "doubtful"), expected("doubtful")
     before = copy.deepcopy(loaded["model"].state_dict())
