@@ -17,6 +17,7 @@ DEADLINE_SECONDS = 300.0
 _LONGEST_INTERVAL_SECONDS = 5.0
 _LONGEST_LOOK_SECONDS = 1.0
 _LONG_WAIT_SECONDS = 20.0
+_LONG_WAIT_SHARE = 1 / 3  # of the deadline: one rank may well evaluate for less, and the error does not come then
 
 
 def beat_interval(seconds: float) -> float:
@@ -59,7 +60,8 @@ class Silence:
 
     def long_silent(self) -> list[Any]:
         """Returns, once, the keys whose counters have not changed for a while, as of the last look."""
-        long = [each for each, (_, stood) in self._seen.items() if stood > _LONG_WAIT_SECONDS]
+        wait = max(_LONG_WAIT_SECONDS, _LONG_WAIT_SHARE * self._deadline_seconds)
+        long = [each for each, (_, stood) in self._seen.items() if stood > wait]
         if not long or self._has_told:
             return []
         self._has_told = True
