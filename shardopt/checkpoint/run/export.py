@@ -35,7 +35,7 @@ from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, ids_in, parse_id
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.metrics import Noted, noted_of
-from shardopt.checkpoint.run.retention import Best, Mode, best_of
+from shardopt.checkpoint.run.retention import MOST_LACKING, Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import (
@@ -52,7 +52,6 @@ from shardopt.ranks import Ranks
 
 RECORD_NAME = "export.json"
 _AGAIN = "-again"
-_MOST_LACKING = 10  # saves between evaluations; after so many without the metric its name is likely wrong
 _MOST_OWN = 1000  # saves, in a run that saves for months
 _log = logging.getLogger("shardopt.checkpoint")
 _OWN_FILES = re.compile(
@@ -136,7 +135,7 @@ class Exporter(Task):
         """
         if self._best is not None and noted.metrics and self._best.metric not in noted.metrics:
             self._lacking += 1
-            if self._lacking == _MOST_LACKING and not self._has_metric:
+            if self._lacking == MOST_LACKING and not self._has_metric:
                 _log.warning(
                     "nothing is exported: Export(best=) goes by the metric %r, which none of %d saves had; step %d has "
                     "%s. Name one of these, or give it to the steps that have it [invalid-argument]",

@@ -12,7 +12,7 @@ from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.metrics import Noted, added_to, noted_of, record_name, remove_records
-from shardopt.checkpoint.run.retention import metric_problem, reasons_to_keep
+from shardopt.checkpoint.run.retention import MOST_LACKING, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import (
     remove_checkpoint,
@@ -59,7 +59,7 @@ class Keeper(Task):
         self._saved: CheckpointId | None = None
         self._at_root: int | None = None  # the last step that this job saved to the root, and not to a tier
         self._damaged: frozenset[str] = frozenset()
-        self._warned = self._told_of_metric = self._told_of_others = False
+        self._warned, self._told_of_others, self._lacking = False, False, 0
         self._staying: dict[str, str] = {}  # URL → why it was not removed, as was told
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
@@ -299,13 +299,13 @@ class Keeper(Task):
         metrics, now = {step: each.metrics for step, each in noted.items()}, world().wall_clock()
         ages = {step: now - each.saved_at for step, each in noted.items() if each.saved_at is not None}
         kept = reasons_to_keep(noted, rules, metrics, pinned, ages)
-        # Metrics may come at fewer steps than checkpoints: without any, the rule's are just not there yet.
-        if len(kept) < len(noted) and any(metrics.values()) and not self._told_of_metric:
+        # Metrics may come at fewer steps than checkpoints: the rule's are just not there yet, unless that goes on.
+        if len(kept) < len(noted) and any(metrics.values()):
             for problem in metric_problem(rules, metrics.values()):
-                self._told_of_metric = True
-                _log.warning(
-                    "checkpoints are removed by rules of which one keeps nothing: %s [invalid-argument]", problem
-                )
+                self._lacking += 1
+                if self._lacking == MOST_LACKING:
+                    text = "checkpoints are removed by rules of which one keeps nothing: %s [invalid-argument]"
+                    _log.warning(text, problem)
         return kept
 
     def _read_added(self, root: Root, known: Mapping[CheckpointId, Noted]) -> Collection[CheckpointId]:

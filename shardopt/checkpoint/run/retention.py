@@ -11,6 +11,8 @@ from shardopt.checkpoint.arguments import is_count, optional_count_problem, refu
 from shardopt.errors import Problem
 
 Mode = Literal["min", "max"]
+MOST_LACKING = 10
+"""So many saves may lie between evaluations: where more have other metrics alone, the name of one is likely wrong."""
 
 
 class Best(NamedTuple):

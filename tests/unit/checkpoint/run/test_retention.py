@@ -249,7 +249,7 @@ def test_only_what_a_save_wrote_is_removed(tmp_path):
 @pytest.mark.parametrize(("metric", "told"), [("lass", 1), ("loss", 0), ("late", 0)])
 def test_a_rule_by_a_metric_that_no_checkpoint_has_is_told_once(tmp_path, caplog, metric, told):
     manager = checkpoint.Manager(tmp_path, keep=Retention(last=2, best=(metric, "min", 1)))
-    for step in range(1, 6):
+    for step in range(1, 15):
         manager.save(step, {"step": step}, metrics={"loss": step})
         if step == 2:
             manager.add_metrics(1, {"late": 0.5})
@@ -320,9 +320,10 @@ def test_nothing_is_removed_where_a_branch_begins_while_metrics_are_read(tmp_pat
         assert manager.steps() == [3]
 
 
-def test_a_rule_by_a_metric_that_comes_at_fewer_steps_than_checkpoints_is_not_told(tmp_path, caplog):
+@pytest.mark.parametrize("others", [None, {"train": 1.0}])
+def test_a_rule_by_a_metric_that_comes_at_fewer_steps_than_checkpoints_is_not_told(tmp_path, caplog, others):
     manager = checkpoint.Manager(tmp_path, keep=Retention(last=2, best=("loss", "min", 1)))
     for step in range(1, 11):
-        manager.save(step, {"step": step}, metrics={"loss": 1 / step} if step % 5 == 0 else None)
+        manager.save(step, {"step": step}, metrics={"loss": 1 / step} if step % 5 == 0 else others)
     assert not [each for each in caplog.records if "which no checkpoint has" in each.message]
     assert manager.steps() == [9, 10]
