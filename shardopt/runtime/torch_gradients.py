@@ -288,7 +288,7 @@ def loads_other_shape(module: nn.Module, name: str, value: Tensor) -> bool:
     else:
         trial = copy.copy(module)  # a parameter may be of a whole model
         place = {**module._parameters, name: copy.deepcopy(module._parameters[name])}
-        trial._parameters = place
+        trial._parameters, trial._buffers, trial._modules = place, {**module._buffers}, {**module._modules}
     own = place[name]
     with torch.no_grad():
         trial._load_from_state_dict({name: value}, "", {}, True, missing, [], errors)
