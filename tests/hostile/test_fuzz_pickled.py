@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import pickletools
 import random
 import sys
 import tracemalloc
@@ -12,7 +13,6 @@ import pytest
 import torch
 
 from shardopt.checkpoint.sources.pickled.dcp_metadata import DcpMetadata, read_metadata
-from shardopt.checkpoint.sources.pickled.opcodes import INTERPRETED, REFUSED
 from shardopt.checkpoint.sources.pickled.torch_archive import KNOWN_GLOBALS
 from shardopt.checkpoint.sources.pickled.unpickle import unpickle
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
@@ -25,7 +25,7 @@ MEMORY_PER_INPUT_BYTE = 400
 
 GLOBALS = [name.rpartition(".") for name in (*KNOWN_GLOBALS, "posix.system", "builtins.eval", "builtins.bytearray")]
 PIECES = [
-    *(bytes([code]) for code in INTERPRETED | REFUSED),
+    *(opcode.code.encode("latin1") for opcode in pickletools.opcodes),
     *(f"c{module}\n{name}\n".encode() for module, _, name in GLOBALS),
     *(b"h" + bytes([place]) for place in range(12)),
     *(b"K" + bytes([number]) for number in (0, 1, 255)),

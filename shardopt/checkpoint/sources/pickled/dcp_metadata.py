@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 from shardopt.checkpoint.format.constants import (
     MANIFEST_LIMIT_BYTES,
@@ -88,45 +89,13 @@ class _Record(StandIn):
     """A dataclass of DCP, represented by its state."""
 
     __slots__ = ("state",)
-    name = ""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
         self.state: Any = None
 
     def build(self, state: Any) -> None:
         self.state = state
-
-
-class _Metadata(_Record):
-    __slots__ = ()
-
-
-class _Tensor(_Record):
-    __slots__ = ()
-
-
-class _Bytes(_Record):
-    __slots__ = ()
-
-
-class _Properties(_Record):
-    __slots__ = ()
-
-
-class _Chunk(_Record):
-    __slots__ = ()
-
-
-class _Index(_Record):
-    __slots__ = ()
-
-
-class _Place(_Record):
-    __slots__ = ()
-
-
-class _Origin(_Record):
-    __slots__ = ()
 
 
 def _size(sizes: Any = ()) -> tuple[Any, ...]:
@@ -158,21 +127,19 @@ def _path(*_parts: Any) -> Unknown:
 _CHECKPOINT = "torch.distributed.checkpoint"
 _MEMORY_FORMAT = f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING"
 _STRIDED = "torch.strided"
+_RECORDS = (
+    *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+    *("MetadataIndex", "StorageMeta"),
+)
 _OTHER_DTYPES = (
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
     *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"),
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
 )
 _KNOWN: Mapping[str, Any] = {
-    f"{_CHECKPOINT}.metadata.Metadata": _Metadata,
-    f"{_CHECKPOINT}.metadata.TensorStorageMetadata": _Tensor,
-    f"{_CHECKPOINT}.metadata.BytesStorageMetadata": _Bytes,
-    f"{_CHECKPOINT}.metadata.TensorProperties": _Properties,
-    f"{_CHECKPOINT}.metadata.ChunkStorageMetadata": _Chunk,
-    f"{_CHECKPOINT}.metadata.MetadataIndex": _Index,
-    f"{_CHECKPOINT}.metadata.StorageMeta": _Origin,
+    **{f"{_CHECKPOINT}.metadata.{name}": partial(_Record, name) for name in _RECORDS},
     _MEMORY_FORMAT: _memory_format,
-    f"{_CHECKPOINT}.filesystem._StorageInfo": _Place,
+    f"{_CHECKPOINT}.filesystem._StorageInfo": partial(_Record, "_StorageInfo"),
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,
     "builtins.getattr": _member,
@@ -196,14 +163,18 @@ class _KnownAlone(dict[str, Any]):
         raise FormatError("the metadata of a distributed checkpoint names something unknown", [problem])
 
 
-def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
-    if type(record) is not kind or type(record.state) is not dict:
-        raise TypeError(f"something else in the place of a {kind.__name__[1:]}")
+def _is(record: Any, name: str) -> TypeGuard[_Record]:
+    return type(record) is _Record and record.name == name
+
+
+def _state(record: Any, name: str) -> dict[str, Any]:
+    if not _is(record, name) or type(record.state) is not dict:
+        raise TypeError(f"something else in the place of a {name}")
     return record.state
 
 
 def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
-    metadata = _state(root, _Metadata)
+    metadata = _state(root, "Metadata")
     version = metadata.get("version")
     if version is not None and not (type(version) is str and version.startswith("1.")):
         problem = Problem(where, f"version {_text(version)}", "1.0.0", "install a newer shardopt")
@@ -216,14 +187,14 @@ def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
     for key, entry in metadata["state_dict_metadata"].items():
         if type(key) is not str:
             raise TypeError("a key that is no text")
-        if type(entry) is _Bytes:
+        if _is(entry, "BytesStorageMetadata"):
             place = places[key, None]
             if isinstance(place, str):
                 unsupported[key] = place
             else:
                 values[key] = place
             continue
-        state = _state(entry, _Tensor)
+        state = _state(entry, "TensorStorageMetadata")
         dtype = _decode_dtype(state["properties"])
         shape = _decode_shape(state["size"])
         if type(state["chunks"]) is not list:
@@ -252,7 +223,7 @@ def _decode_places(wire: Any) -> _Places:
         raise TypeError("places that are no dict")
     places: _Places = {}
     for record, info in wire.items():
-        index, place = _state(record, _Index), _state(info, _Place)
+        index, place = _state(record, "MetadataIndex"), _state(info, "_StorageInfo")
         key, offsets = index["fqn"], index.get("offset")
         if type(key) is not str or (offsets is not None and (type(offsets) is not tuple or not all_sizes(offsets))):
             raise TypeError("an index that is none")
@@ -288,7 +259,7 @@ def _text(value: Any) -> str:
 
 def _decode_dtype(wire: Any) -> Dtype | str:
     """Returns the dtype of a tensor, or the reason why it cannot be read."""
-    if type(wire) is not _Properties or type(wire.state) is not tuple:
+    if not _is(wire, "TensorProperties") or type(wire.state) is not tuple:
         raise TypeError("something else in the place of properties")
     dtype, layout, *_ = wire.state
     if not isinstance(dtype, Unknown) or type(layout) is not str:
@@ -307,7 +278,7 @@ def _decode_shape(wire: Any) -> tuple[int, ...]:
 def _decode_chunks(key: str, shape: tuple[int, ...], wire: list[Any], places: _Places) -> tuple[DcpChunk, ...] | str:
     chunks = []
     for record in wire:
-        state = _state(record, _Chunk)
+        state = _state(record, "ChunkStorageMetadata")
         box = Box(_decode_shape(state["offsets"]), _decode_shape(state["sizes"]))
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
             raise ValueError(f"a box of other dimensions, of {key[:100]!r}")

@@ -35,7 +35,6 @@ def read_archive(
     begin: int,
     end: int,
     where: str,
-    known: Mapping[str, Callable[..., Any] | Any] = KNOWN_GLOBALS,
     attributes: list[tuple[dict[Any, Any], Any]] | None = None,
 ) -> Any:
     """Reads the nested state of a torch.save archive, without its tensors' bytes.
@@ -44,7 +43,6 @@ def read_archive(
         read: gives bytes of the file, from one offset up to another.
         begin, end: offsets of the archive in the file.
         where: names it in errors.
-        known: what stands for globals (`unpickle`).
         attributes: gets each dict that has some, and these.
 
     Returns:
@@ -74,7 +72,7 @@ def read_archive(
     if members[pickles[0]].nbytes > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"a pickle of more than {MANIFEST_LIMIT_BYTES} bytes")
     pickle = _read_member(read, members[pickles[0]], where)
-    return unpickle(pickle, where, known, Storages(members, f"{root}/data/").storage, attributes)
+    return unpickle(pickle, where, KNOWN_GLOBALS, Storages(members, f"{root}/data/").storage, attributes)
 
 
 def _read_at_once(read: Read, begin: int, end: int) -> Read:

@@ -10,17 +10,21 @@ times) are refused. What is made takes at most a few hundred bytes for each byte
 
 from __future__ import annotations
 
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardopt.checkpoint.format.constants import damaged
-from shardopt.checkpoint.sources.pickled import opcodes
 from shardopt.checkpoint.sources.pickled.bounds import Keys, check_result
 from shardopt.checkpoint.sources.pickled.stand_ins import ByteArray, Known, StandIn, Unknown, settled, text_of
 from shardopt.errors import FormatError, Problem, ShardoptError
 from shardopt.runtime.gc_pause import gc_paused
 
+_LATEST_PROTOCOL = 5
+_PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 has the names of that time
+_MOST_NAME_CHARACTERS = 1000
+_MOST_GLOBALS = 4096
 _MOST_ARGUMENTS_PER_BYTE = 4
 _SPARE_ARGUMENTS = 4096
 _UNSIGNED_2, _UNSIGNED_4 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
@@ -74,7 +78,7 @@ class _Stop(Exception):
 
 
 class _Machine:
-    """The stack and the memo, with one method per opcode."""
+    """The stack and the memo, with a method for each opcode that does more than push a value."""
 
     def __init__(
         self, data: bytes, where: str, known: Mapping[str, Any], persistent: Callable[[Any], Any] | None
@@ -109,7 +113,7 @@ class _Machine:
             return settled(result)
 
     def refused(self, code: int) -> ShardoptError:
-        name = opcodes.REFUSED.get(code)
+        name = _NAMES.get(code)
         if name is None:
             return damaged(self.where, f"no valid pickle (byte {code:#x} at {self.at - 1} is no opcode)")
         found, required = f"the opcode {name}", "a pickle of protocol 2 to 5"
@@ -145,7 +149,7 @@ class _Machine:
         return taken
 
     def line(self) -> str:
-        end = self.data.index(b"\n", self.at, self.at + opcodes.MOST_NAME_CHARACTERS)
+        end = self.data.index(b"\n", self.at, self.at + _MOST_NAME_CHARACTERS)
         taken = self.data[self.at : end].decode()
         self.at = end + 1
         return taken
@@ -154,7 +158,7 @@ class _Machine:
 
     def op_proto(self) -> None:
         protocol = self.number_1()
-        if protocol > opcodes.LATEST_PROTOCOL:
+        if protocol > _LATEST_PROTOCOL:
             problem = Problem(self.where, f"protocol {protocol}", "2 to 5", "save it again with torch.save")
             raise FormatError("a pickle is of a newer protocol", [problem])
 
@@ -195,66 +199,7 @@ class _Machine:
     def op_memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
-    def op_binget(self) -> None:
-        self.stack.append(settled(self.memo[self.number_1()]))
-
-    def op_long_binget(self) -> None:
-        self.stack.append(settled(self.memo[self.number_4()]))
-
-    # Scalars.
-
-    def op_none(self) -> None:
-        self.stack.append(None)
-
-    def op_newtrue(self) -> None:
-        self.stack.append(True)
-
-    def op_newfalse(self) -> None:
-        self.stack.append(False)
-
-    def op_binint(self) -> None:
-        self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
-
-    def op_binint1(self) -> None:
-        self.stack.append(self.number_1())
-
-    def op_binint2(self) -> None:
-        self.stack.append(self.number_2())
-
-    def op_long1(self) -> None:
-        self.stack.append(int.from_bytes(self.take(self.number_1()), "little", signed=True))
-
-    def op_long4(self) -> None:
-        self.stack.append(int.from_bytes(self.take(self.number_4()), "little", signed=True))
-
-    def op_binfloat(self) -> None:
-        self.stack.append(struct.unpack(">d", self.take(8))[0])
-
-    def op_short_binunicode(self) -> None:
-        self.stack.append(text_of(self.take(self.number_1())))
-
-    def op_binunicode(self) -> None:
-        self.stack.append(text_of(self.take(self.number_4())))
-
-    def op_binunicode8(self) -> None:
-        self.stack.append(text_of(self.take(self.number_8())))
-
-    def op_short_binbytes(self) -> None:
-        self.stack.append(self.take(self.number_1()))
-
-    def op_binbytes(self) -> None:
-        self.stack.append(self.take(self.number_4()))
-
-    def op_binbytes8(self) -> None:
-        self.stack.append(self.take(self.number_8()))
-
-    def op_bytearray8(self) -> None:
-        self.stack.append(ByteArray(self.take(self.number_8())))
-
     # Containers.
-
-    def op_empty_tuple(self) -> None:
-        self.stack.append(())
 
     def op_tuple1(self) -> None:
         self.stack[-1] = (self.stack[-1],)
@@ -269,9 +214,6 @@ class _Machine:
         items = self.to_mark()
         self.stack.append(tuple(items))
 
-    def op_empty_list(self) -> None:
-        self.stack.append([])
-
     def op_append(self) -> None:
         self.extend([self.stack.pop()])
 
@@ -284,9 +226,6 @@ class _Machine:
             top.extend(items)
         elif not isinstance(top, Unknown):
             raise TypeError("items for what is no list")
-
-    def op_empty_dict(self) -> None:
-        self.stack.append({})
 
     def op_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -303,9 +242,6 @@ class _Machine:
             top.update(zip(keys, items[1::2], strict=True))
         elif not isinstance(top, Unknown):
             raise TypeError("entries for what is no dict")
-
-    def op_empty_set(self) -> None:
-        self.stack.append(set())
 
     def op_additems(self) -> None:
         items = self.to_mark()
@@ -327,16 +263,16 @@ class _Machine:
 
     def op_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str or len(module) + len(name) > opcodes.MOST_NAME_CHARACTERS:
+        if type(name) is not str or type(module) is not str or len(module) + len(name) > _MOST_NAME_CHARACTERS:
             raise TypeError("a global without a name")
         self.stack.append(self.find(module, name))
 
     def find(self, module: str, name: str) -> Any:
         found = self.globals.get((module, name))
         if found is None:
-            if len(self.globals) >= opcodes.MOST_GLOBALS:
+            if len(self.globals) >= _MOST_GLOBALS:
                 raise ValueError("globals without end")
-            full = f"{opcodes.PYTHON_2_MODULES.get(module, module)}.{name}"
+            full = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
             try:
                 stand_in = self.known[full]
             except KeyError:
@@ -394,7 +330,39 @@ class _Machine:
         self.stack[-1] = self.persistent(self.stack[-1])
 
 
-_OPERATIONS = [
-    vars(_Machine)["op_" + opcodes.INTERPRETED[code].lower()] if code in opcodes.INTERPRETED else None
-    for code in range(256)
-]
+_PUSHED: Mapping[str, Callable[[_Machine], Any]] = {
+    "NONE": lambda machine: None,
+    "NEWTRUE": lambda machine: True,
+    "NEWFALSE": lambda machine: False,
+    "BININT": lambda machine: int.from_bytes(machine.take(4), "little", signed=True),
+    "BININT1": _Machine.number_1,
+    "BININT2": _Machine.number_2,
+    "LONG1": lambda machine: int.from_bytes(machine.take(machine.number_1()), "little", signed=True),
+    "LONG4": lambda machine: int.from_bytes(machine.take(machine.number_4()), "little", signed=True),
+    "BINFLOAT": lambda machine: struct.unpack(">d", machine.take(8))[0],
+    "SHORT_BINUNICODE": lambda machine: text_of(machine.take(machine.number_1())),
+    "BINUNICODE": lambda machine: text_of(machine.take(machine.number_4())),
+    "BINUNICODE8": lambda machine: text_of(machine.take(machine.number_8())),
+    "SHORT_BINBYTES": lambda machine: machine.take(machine.number_1()),
+    "BINBYTES": lambda machine: machine.take(machine.number_4()),
+    "BINBYTES8": lambda machine: machine.take(machine.number_8()),
+    "BYTEARRAY8": lambda machine: ByteArray(machine.take(machine.number_8())),
+    "EMPTY_TUPLE": lambda machine: (),
+    "EMPTY_LIST": lambda machine: [],
+    "EMPTY_DICT": lambda machine: {},
+    "EMPTY_SET": lambda machine: set(),
+    "BINGET": lambda machine: settled(machine.memo[machine.number_1()]),
+    "LONG_BINGET": lambda machine: settled(machine.memo[machine.number_4()]),
+}
+"""What opcodes push that only push a value."""
+
+
+def _pushes(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value(machine))
+
+
+_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+_BY_NAME = {name: _pushes(value) for name, value in _PUSHED.items()}
+_BY_NAME |= {name[3:].upper(): method for name, method in vars(_Machine).items() if name.startswith("op_")}
+_OPERATIONS = [_BY_NAME.get(_NAMES.get(code, "")) for code in range(256)]
+"""By opcode; None where it is none, or none that is interpreted."""
