@@ -69,8 +69,13 @@ class RemoteStorage(Storage):
         return int(info["size"])
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        if end is not None and end <= begin:
-            return b""
+        return self._read(name, begin, end, end) if end is None or end > begin else b""
+
+    def read_rest(self, name: str, begin: int, size: int) -> bytes:
+        return self._read(name, begin, size + 1, size)
+
+    def _read(self, name: str, begin: int, end: int | None, expected_end: int | None) -> bytes:
+        """Reads a range; asks for the file's size where the answer does not end as expected."""
 
         def read_once() -> bytes:
             try:
@@ -79,25 +84,11 @@ class RemoteStorage(Storage):
                 if _is_refusal(error) and self.size(name) <= begin:
                     return b""
                 raise
-            if end is None or len(data) != end - begin:
+            if expected_end is None or len(data) != expected_end - begin:
                 size = self.size(name)
                 wanted = max((size if end is None else min(end, size)) - begin, 0)
                 if len(data) != wanted:
                     raise ConnectionError(f"{len(data)} bytes where {wanted} were requested")
-            return data
-
-        return self._requests.repeat(f"read {self.url}/{name}", read_once)
-
-    def read_rest(self, name: str, begin: int, size: int) -> bytes:
-        def read_once() -> bytes:
-            try:
-                data = bytes(self._requests.once("cat_file", self._path(name), start=begin, end=size + 1))
-            except OSError as error:
-                if _is_refusal(error) and self.size(name) <= begin:
-                    return b""
-                raise
-            if len(data) != size - begin and len(data) != max(min(self.size(name), size + 1) - begin, 0):
-                raise ConnectionError(f"{len(data)} bytes where {size - begin} were expected")
             return data
 
         return self._requests.repeat(f"read {self.url}/{name}", read_once)
