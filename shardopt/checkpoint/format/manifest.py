@@ -32,6 +32,7 @@ RenameRules = tuple[tuple[str, str], ...]
 """The rules of `rename` that names were saved through, in order, each a regex and its replacement."""
 
 BESIDE = "../"  # begins the names of files in other directories under the root of a run
+_OPTIONAL = ("saved_at", "seconds", "written_by", "renamed", "module_versions", "frozen")  # what may be None
 _HALF_KNOWN = b'{"any":'  # begins the form of an `OnAnyRank`, which is stored as a bool
 
 
@@ -210,18 +211,8 @@ def encode_manifest(manifest: Manifest, wires: Values | None = None) -> bytes:
         **values,
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
-    if manifest.saved_at is not None:
-        head["saved_at"] = manifest.saved_at
-    if manifest.seconds is not None:
-        head["seconds"] = manifest.seconds
-    if manifest.written_by is not None:
-        head["written_by"] = manifest.written_by
-    if manifest.renamed is not None:
-        head["renamed"] = manifest.renamed
-    if manifest.module_versions is not None:
-        head["module_versions"] = manifest.module_versions
-    if manifest.frozen is not None:
-        head["frozen"] = manifest.frozen
+    optional = {name: getattr(manifest, name) for name in _OPTIONAL}
+    head |= {name: value for name, value in optional.items() if value is not None}
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
