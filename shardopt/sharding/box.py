@@ -106,6 +106,27 @@ def cut_in_order(box: Box, most: int) -> Iterator[Box]:
                 yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))
 
 
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Yields boxes of the elements from one position to another, in C order, of a tensor of this shape.
+
+    At most 2·d - 1 for d dimensions, as a range begins and ends within a row, within a row of rows, and so on: 5 to 20
+    of the shape [4, 6] are [0:1, 5:6], [1:3, 0:6] and [3:4, 0:2].
+    """
+    if not shape and begin < end:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    while begin < end:
+        index, within = divmod(begin, row)
+        rows = 0 if within else (end - begin) // row
+        if rows:
+            yield Box((index, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+        else:
+            for box in boxes_of_range(shape[1:], within, min(end - index * row, row)):
+                yield Box((index, *box.offsets), (1, *box.sizes))
+        begin = (index + max(rows, 1)) * row
+
+
 def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...] | None:
     """Returns the cut points of each dimension, if the boxes are exactly the cells of a grid over `shape`, in order.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from shardopt.errors import LayoutError, Problem
-from shardopt.sharding.box import Box
+from shardopt.sharding.box import Box, boxes_of_range
 from shardopt.sharding.pieces_tensor import PiecesKind, PiecesTensor
 from shardopt.sharding.tensor_kind import TensorKind
 
@@ -47,7 +47,7 @@ def kind_of(tensor: Tensor) -> TensorKind | None:
 def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box, Tensor]]:
     """Cuts a run of a tensor's elements, in C order, into boxes: the pieces of a section of a flat buffer.
 
-    At most 2·d - 1 boxes for d dimensions: a run ends and begins within a row, within a row of rows, and so on.
+    At most 2·d - 1 boxes for d dimensions.
 
     Args:
         flat: 1-dimensional, contiguous; elements `start` to `start + len(flat)` of the flattened tensor.
@@ -59,30 +59,7 @@ def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box,
     """
     pieces: list[tuple[Box, Tensor]] = []
     at = 0
-    for box in _boxes_of_range(tuple(shape), start, start + flat.numel()):
+    for box in boxes_of_range(tuple(shape), start, start + flat.numel()):
         pieces.append((box, flat[at : at + box.numel].view(box.sizes)))
         at += box.numel
     return pieces
-
-
-def _boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    if start == end:
-        return []
-    if not shape:
-        return [Box((), ())]
-    row = 1
-    for size in shape[1:]:
-        row *= size
-    first, last = -(-start // row), end // row  # rows that are in the range as a whole: [first, last)
-    inner = (0,) * (len(shape) - 1)
-
-    def within(index: int, begin: int, stop: int) -> list[Box]:
-        boxes = _boxes_of_range(shape[1:], begin, stop)
-        return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes]
-
-    if first > last:  # all of it lies in one row
-        return within(last, start - last * row, end - last * row)
-    boxes = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
-    if first < last:
-        boxes.append(Box((first, *inner), (last - first, *shape[1:])))
-    return boxes + (within(last, 0, end - last * row) if end > last * row else [])

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from shardopt.sharding.box import Box
+from shardopt.sharding.box import Box, boxes_of_range
 
 Ranges = Mapping[str, tuple[int, int]]
 """Axis → first index, and one past the last; together a box of a section."""
@@ -104,9 +104,9 @@ def _linear(digits: Sequence[Digit], unit: int = 1) -> tuple[int, dict[str, int]
 
 def _ranges(digits: Sequence[Digit], begin: int, end: int) -> Iterator[dict[str, tuple[int, int]]]:
     """Yields the boxes of axes whose index is in a range."""
-    for boxes in digit_boxes([digit.radix for digit in digits], begin, end):
+    for box in boxes_of_range([digit.radix for digit in digits], begin, end):
         options: list[dict[str, tuple[int, int]]] = [{}]
-        for digit, (low, high) in zip(digits, boxes, strict=True):
+        for digit, low, high in zip(digits, box.offsets, box.ends, strict=True):
             if digit.axis is not None:
                 options = [option | {digit.axis: (low, high)} for option in options]
                 continue
@@ -114,35 +114,6 @@ def _ranges(digits: Sequence[Digit], begin: int, end: int) -> Iterator[dict[str,
             within = list(_ranges(digit.inner, low, high)) if low < high else []
             options = [option | inner for option in options for inner in within]
         yield from options
-
-
-def digit_boxes(radices: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Cuts a range of numbers of mixed radix into boxes of their digits, in order.
-
-    Of n digits there are at most 2n - 1: [5, 20) with the radices (4, 6) is 0 5:6, 1:3 0:6, and 3 0:2.
-    """
-    if begin >= end:
-        return
-    if not radices:
-        yield ()
-        return
-    inner = prod(radices[1:])
-    full = tuple((0, radix) for radix in radices[1:])
-    first, last = begin // inner, (end - 1) // inner
-    if first == last and end - begin < inner:
-        for rest in digit_boxes(radices[1:], begin - first * inner, end - first * inner):
-            yield ((first, first + 1), *rest)
-        return
-    if begin % inner:
-        for rest in digit_boxes(radices[1:], begin % inner, inner):
-            yield ((first, first + 1), *rest)
-        first += 1
-    whole_until = end // inner
-    if first < whole_until:
-        yield ((first, whole_until), *full)
-    if end % inner:
-        for rest in digit_boxes(radices[1:], 0, end % inner):
-            yield ((whole_until, whole_until + 1), *rest)
 
 
 class Run(NamedTuple):

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardopt.sharding.box as box_module
-from shardopt.sharding.box import MOST_FAULTS, Box, cover_faults, grid_boxes, grid_cuts, overlap_faults, whole
+from shardopt.sharding.box import (
+    MOST_FAULTS,
+    Box,
+    boxes_of_range,
+    cover_faults,
+    grid_boxes,
+    grid_cuts,
+    overlap_faults,
+    whole,
+)
 from tests.support.boxes import elements, partitions
 
 SIZES = st.integers(0, 5)
@@ -38,6 +47,17 @@ def test_box_is_the_set_of_its_indices(pair):
     if a.contains(b):
         shifted = {tuple(i + o for i, o in zip(index, a.offsets, strict=True)) for index in elements(b.within(a))}
         assert shifted == elements(b)
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
+    indices = list(itertools.product(*map(range, shape)))
+    begin, end = sorted([data.draw(st.integers(0, len(indices))), data.draw(st.integers(0, len(indices)))])
+    found = list(boxes_of_range(shape, begin, end))
+    assert [index for box in found for index in itertools.product(*map(range, box.offsets, box.ends))] == indices[
+        begin:end
+    ]
+    assert len(found) <= max(2 * len(shape) - 1, 1)
 
 
 def test_box_without_dimensions_holds_one_element():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule, inverse, rearranged
-from shardopt.checkpoint.rearrange.geometry import Run, as_digits, digit_boxes
+from shardopt.checkpoint.rearrange.geometry import Run, as_digits
 from shardopt.checkpoint.sources.reading.fetch import fetch
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
@@ -200,16 +200,6 @@ def test_dimensions_of_one_stride_are_told_apart_by_where_they_end(tmp_path):
         target = torch.full_like(stored, -1)
         fetch(reader.requests([("old.0", [Piece(whole((7, 2)), target)])]))
     assert torch.equal(target, stored)
-
-
-@given(st.lists(st.integers(1, 4), max_size=4), st.data())
-def test_boxes_of_digits_are_a_range_of_numbers(radices, data):
-    numbers = list(itertools.product(*map(range, radices)))
-    begin, end = sorted([data.draw(st.integers(0, len(numbers))), data.draw(st.integers(0, len(numbers)))])
-    boxes = list(digit_boxes(radices, begin, end))
-    found = [digits for box in boxes for digits in itertools.product(*(range(*ends) for ends in box))]
-    assert found == numbers[begin:end]
-    assert len(boxes) <= max(2 * len(radices) - 1, 1)
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
