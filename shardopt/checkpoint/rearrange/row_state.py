@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -43,8 +42,8 @@ from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.checking import damaged_segments
 from shardopt.checkpoint.sources.reading.fetch import fetch_here
-from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
-from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.checkpoint.sources.reading.open_file import ComputedFile, ReadChunks, ReadRequest, form_of
+from shardopt.checkpoint.storage import Span
 from shardopt.errors import Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
@@ -216,7 +215,7 @@ class MergedRows(CheckpointReader):
         super().close()
 
 
-class _MergedFile(OpenFile):
+class _MergedFile(ComputedFile):
     """A file with the merged state of one table, which is computed from the stored parts as it is read.
 
     Args:
@@ -230,9 +229,6 @@ class _MergedFile(OpenFile):
         self._reader, self._key, self._state = reader, key, state
         self._dtype: Dtype = reader.manifest.tensors[key].dtype
 
-    def entry(self, key: str, form: Form) -> Entry:
-        return Entry(key, form.dtype, form.shape, 0, form.nbytes, 0)
-
     def request(self, piece: Piece) -> ReadRequest:
         """Returns the read that fills a piece of the app's tensor."""
         everything = whole(self._state.shape)
@@ -243,11 +239,7 @@ class _MergedFile(OpenFile):
         for request in self._reader.requests([(self._key, [_outline(self._reader, self._key)])]):
             yield from damaged_segments(request.file, request.entry)
 
-    @contextmanager
-    def opened(self, once: bool = False) -> Iterator[ReadInto]:
-        yield self._fill
-
-    def _fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[Span]) -> None:
         dtype = torch_dtype(self._dtype)
         for offset, memory in spans:
             if not memory.nbytes:

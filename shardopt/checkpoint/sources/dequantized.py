@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import prod
 from operator import add, floordiv, sub
 from typing import NamedTuple
 
@@ -23,10 +21,9 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, torch_dtype
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import fetch_here
-from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
-from shardopt.checkpoint.storage import ReadInto, Span, Storage
-from shardopt.errors import Problem
-from shardopt.sharding.box import Box, whole
+from shardopt.checkpoint.sources.reading.open_file import ComputedFile, Form, ReadRequest, form_of
+from shardopt.checkpoint.storage import Span, Storage
+from shardopt.sharding.box import Box, boxes_of_range, whole
 from shardopt.sharding.pieces import Piece
 
 FP4_PER_SCALE = 32
@@ -55,11 +52,11 @@ class Quantized(NamedTuple):
     block: tuple[int, int] | None
 
 
-class DequantizedFile(OpenFile):
+class DequantizedFile(ComputedFile):
     """The weights whose codes are in one file, as if the file stored the weights.
 
     Any box of a weight has a range of addresses of its own: its bytes in C order, above the numbers that say which
-    box it is. So nothing has to be kept of what was asked for.
+    box it is. So nothing has to be kept of what was asked for. Codes and scales are checked as what they are.
 
     Args:
         stored: a reader of codes and scales.
@@ -81,16 +78,6 @@ class DequantizedFile(OpenFile):
         box = Box(tuple(wanted.offsets[dim] for dim in order), tuple(wanted.sizes[dim] for dim in order))
         yield ReadRequest(self, self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
 
-    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
-        yield from ()  # codes and scales are checked as what they are
-
-    def unsummed_bytes(self, entry: Entry) -> int:
-        return 0  # codes and scales count as what they are
-
-    @contextmanager
-    def opened(self, once: bool = False) -> Iterator[ReadInto]:
-        yield self._fill
-
     def _entry(self, key: str, box: Box) -> Entry:
         number = self._numbers[key]
         form = form_of(self._weights[number].dtype, box)
@@ -98,7 +85,7 @@ class DequantizedFile(OpenFile):
         begin = int.from_bytes(struct.pack(f">{len(words)}Q", *words)) << _WORD_BITS
         return Entry(key, form.dtype, form.shape, begin, begin + form.nbytes, 0)
 
-    def _fill(self, spans: Sequence[Span]) -> None:
+    def fill(self, spans: Sequence[Span]) -> None:
         for address, memory in spans:
             raw, begin = address >> _WORD_BITS, address & ((1 << _WORD_BITS) - 1)
             count = -(-raw.bit_length() // _WORD_BITS)
@@ -106,7 +93,7 @@ class DequantizedFile(OpenFile):
             weight = self._weights[number - 1]
             offsets, sizes = numbers[: count // 2], numbers[count // 2 :]
             itemsize, at = weight.dtype.itemsize, 0
-            for box in _in_order(sizes, begin // itemsize, (begin + memory.nbytes) // itemsize):
+            for box in boxes_of_range(sizes, begin // itemsize, (begin + memory.nbytes) // itemsize):
                 read = self._dequantized(weight, Box(tuple(map(add, offsets, box.offsets)), box.sizes))
                 memory[at : at + read.nbytes] = bytes_of(read)
                 at += read.nbytes
@@ -142,21 +129,3 @@ class DequantizedFile(OpenFile):
         target = torch.empty(box.sizes, dtype=self._stored.info(key).dtype, device="cpu")
         fetch_here(self._stored.requests([(key, [Piece(box, target)])]))
         return target
-
-
-def _in_order(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Yields the boxes that hold the elements from one position to another, in C order, of a tensor of these sizes."""
-    if begin >= end:
-        return
-    if not sizes:
-        yield Box((), ())
-        return
-    row = prod(sizes[1:])
-    index, within = divmod(begin, row)
-    rows = 0 if within else (end - begin) // row
-    if rows:
-        yield Box((index, *(0,) * (len(sizes) - 1)), (rows, *sizes[1:]))
-    else:
-        for box in _in_order(sizes[1:], within, min(end - index * row, row)):
-            yield Box((index, *box.offsets), (1, *box.sizes))
-    yield from _in_order(sizes, (index + max(rows, 1)) * row, end)

@@ -7,7 +7,6 @@ held from the time on when it was read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,8 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.manifest import StoredLayout, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord
-from shardopt.checkpoint.sources.reading.open_file import Form, OpenFile, ReadChunks
-from shardopt.checkpoint.storage import ReadInto, Span, Storage
-from shardopt.errors import Problem
+from shardopt.checkpoint.sources.reading.open_file import ComputedFile, Form
+from shardopt.checkpoint.storage import Span, Storage
 from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Index, Path
 
@@ -82,8 +80,11 @@ def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         return None
 
 
-class HeldArrays(OpenFile):
-    """The arrays inside the pickles of a file, served like a file of their own."""
+class HeldArrays(ComputedFile):
+    """The arrays inside the pickles of a file, served like a file of their own.
+
+    The pickles have checksums, which were compared when they were read.
+    """
 
     def __init__(self, storage: Storage, name: str) -> None:
         super().__init__(storage, name)
@@ -118,16 +119,6 @@ class HeldArrays(OpenFile):
         begin, end = self._places[key]
         return Entry(key, form.dtype, form.shape, begin, end, 0)
 
-    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
-        yield from ()  # the pickle has a checksum, which was compared when it was read
-
-    def unsummed_bytes(self, entry: Entry) -> int:
-        return 0
-
-    @contextmanager
-    def opened(self, once: bool = False) -> Iterator[ReadInto]:
-        def read(spans: Sequence[Span]) -> None:
-            for offset, memory in spans:
-                memory[:] = self._bytes[offset : offset + memory.nbytes]
-
-        yield read
+    def fill(self, spans: Sequence[Span]) -> None:
+        for offset, memory in spans:
+            memory[:] = self._bytes[offset : offset + memory.nbytes]

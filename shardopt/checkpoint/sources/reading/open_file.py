@@ -202,6 +202,27 @@ class OpenFile(ABC):
             read(spans)
 
 
+class ComputedFile(OpenFile):
+    """A file that is stored nowhere: its bytes are computed as they are read, and no checksum is of them."""
+
+    def entry(self, key: str, form: Form) -> Entry:
+        return Entry(key, form.dtype, form.shape, 0, form.nbytes, 0)
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        return iter(())
+
+    def unsummed_bytes(self, entry: Entry) -> int:
+        return 0
+
+    @contextmanager
+    def opened(self, once: bool = False) -> Iterator[ReadInto]:
+        yield self.fill
+
+    @abstractmethod
+    def fill(self, spans: Sequence[Span]) -> None:
+        """Computes the bytes of spans."""
+
+
 class SummedFile(OpenFile):
     """A file with a checksum for each segment."""
 
