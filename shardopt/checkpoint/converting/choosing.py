@@ -73,12 +73,14 @@ def choose(
     dtype: torch.dtype | None = None,
     tensors_of_models_alone: bool = False,
     weights: str | None = None,
+    may_be_empty: bool = False,
 ) -> Choice:
     """Drops the stored keys of `skip`, renames the others, and selects among the new names; see `convert`.
 
     Args:
         tensors_of_models_alone: leave out plain values, and the state of optimizers and averages where there is no
             `select`.
+        may_be_empty: whether nothing may be left.
 
     Raises:
         MismatchError: two keys get one name, nothing is left, `dtype` is no floating-point one, or `weights` names
@@ -111,7 +113,7 @@ def choose(
     if own_choice:
         _warn_of_training_weights(reader.url, manifest.values.values())
     refuse_collisions((key, name) for key, name in new_key.items() if key in chosen)
-    if not keys and not values:
+    if not (keys or values or may_be_empty):
         names = ", ".join(sorted(new_key.values())[:20])
         problem = Problem(f"select={select!r}, skip={skip!r}", "nothing", "a key at least", f"there are: {names}")
         raise MismatchError("there is nothing to convert", [problem], code="nothing-selected")
@@ -157,29 +159,6 @@ def _with_averages(manifest: Manifest, weights: str) -> tuple[Manifest, dict[str
     roots, others = _optimizers_and_averages(replace(manifest, tensors=averaged))
     averaged, of_masters = with_masters(averaged, instead, lambda key: key in others or is_optimizer_state(key, roots))
     return replace(manifest, tensors=averaged), instead | of_masters
-
-
-def whole_choice(reader: CheckpointReader) -> Choice:
-    """Returns the choice of everything in a checkpoint, unchanged, even if that is nothing.
-
-    Raises:
-        FormatError: something is stored in a way that is not known.
-    """
-    manifest = contents(reader, None)
-    tensors = {
-        key: ChosenTensor(key, each.path, key, each.dtype, each.layout.shape, each.layout.boxes, each.tied_to)
-        for key, each in manifest.tensors.items()
-    }
-    stored_per_rank = {key: key for key in manifest.per_rank}
-    return Choice(
-        reader,
-        tensors,
-        manifest.values,
-        manifest.per_rank,
-        stored_per_rank=stored_per_rank,
-        renamed=manifest.renamed,
-        module_versions=_versions_of(reader, manifest),
-    )
 
 
 def _versions_of(reader: CheckpointReader, manifest: Manifest) -> Versions | None:

@@ -260,8 +260,7 @@ class Writing:
 
     def __init__(self, plan: OutPlan, ranks: Ranks) -> None:
         self.plan, self._rank, self._size = plan, ranks.rank, ranks.size
-        owners = deal(plan.files, ranks.size)
-        self._files = [file for file, owner in zip(plan.files, owners, strict=True) if owner == ranks.rank]
+        self._files = deal(plan.files, lambda file: file.nbytes, ranks.size)[ranks.rank]
         in_files = {key for file in plan.files for key in keys_in_order(file.parts, plan.shapes)}
         # Tensors that are cut over several files, or not in C order, are read once more for their digests.
         self._scattered = self._share([each for each in plan.choice.written if each.key not in in_files])
@@ -310,13 +309,7 @@ class Writing:
 
     def _share(self, tensors: Sequence[ChosenTensor]) -> list[ChosenTensor]:
         """Returns this process's share of tensors, by bytes."""
-        load, mine = [0] * self._size, []
-        for tensor in sorted(tensors, key=nbytes_of, reverse=True):
-            rank = load.index(min(load))
-            load[rank] += nbytes_of(tensor)
-            if rank == self._rank:
-                mine.append(tensor)
-        return mine
+        return deal(tensors, nbytes_of, self._size)[self._rank]
 
 
 def _fingerprint(plan: OutPlan) -> str:

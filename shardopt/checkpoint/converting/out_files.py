@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -21,6 +21,7 @@ from shardopt.checkpoint.storage import Span, Storage
 _RECEIPT_SUFFIX = ".converted"
 _READ_BYTES = 4 << 20
 
+T = TypeVar("T")
 AddBytes = Callable[[int], object]
 
 
@@ -194,10 +195,11 @@ def nbytes_of(tensor: ChosenTensor) -> int:
     return sum(box.numel for box in tensor.boxes) * tensor.dtype.itemsize
 
 
-def deal(files: Sequence[OutFile], workers: int) -> list[int]:
-    """Assigns each file to a worker: the largest first, each to the worker with the fewest bytes so far."""
-    load, owners = [0] * workers, [0] * len(files)
-    for i in sorted(range(len(files)), key=lambda i: -files[i].nbytes):
-        owners[i] = load.index(min(load))
-        load[owners[i]] += files[i].nbytes
-    return owners
+def deal(items: Sequence[T], nbytes_of_item: Callable[[T], int], workers: int) -> list[list[T]]:
+    """Deals items out to workers: the largest first, each to the worker with the fewest bytes so far."""
+    load, dealt = [0] * workers, [list[T]() for _ in range(workers)]
+    for item in sorted(items, key=nbytes_of_item, reverse=True):
+        worker = load.index(min(load))
+        load[worker] += nbytes_of_item(item)
+        dealt[worker].append(item)
+    return dealt

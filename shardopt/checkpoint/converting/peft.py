@@ -14,18 +14,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from shardopt.checkpoint.converting.choosing import ChosenTensor
+from shardopt.checkpoint.converting.out_files import write_file
+from shardopt.checkpoint.converting.to_huggingface import SafetensorsFile
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointExistsError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import whole
@@ -49,10 +49,6 @@ class _Tensor(NamedTuple):
     part: str
     dtype: Dtype
     shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return whole(self.shape).numel * self.dtype.itemsize
 
 
 def peft_rename(model: torch.nn.Module, *, key: str = "model", adapter: str = "default") -> dict[str, str]:
@@ -116,7 +112,7 @@ def export_peft(
 
     They are the tensors of the model whose names have a part `lora_A` or `lora_B`: `layers.0.q_proj.lora_A.weight`, or
     as PEFT's own modules have them, `base_model.model.layers.0.q_proj.lora_A.default.weight`. A [r, in], B [out, r].
-    Layers that PEFT trains whole (`modules_to_save`) are written too. At most some MiB are in memory.
+    Layers that PEFT trains whole (`modules_to_save`) are written too. At most some 40 MiB are in memory.
 
     Args:
         src: of a committed checkpoint.
@@ -142,12 +138,16 @@ def export_peft(
             problem = Problem(f"{target.url}/{taken[0]}", "a file", "none", "give another directory")
             raise CheckpointExistsError("the path is taken", [problem])
         target.make()
-        target.write_atomically(TENSORS_NAME, _File(reader, tensors))
+        written = [
+            ChosenTensor(key, (key,), each.stored, each.dtype, each.shape, (whole(each.shape),))
+            for key, each in tensors.items()
+        ]
+        write_file(target, SafetensorsFile(TENSORS_NAME, written), reader, {each.key: each.shape for each in written})
         target.publish(CONFIG_NAME, text.encode())
 
 
 def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> dict[str, _Tensor]:
-    """Returns the tensors of an adapter by their keys in PEFT's file, those with the largest items first."""
+    """Returns the tensors of an adapter by their keys in PEFT's file."""
     found: dict[str, _Tensor] = {}
     adapters: set[str] = set()
     problems = []
@@ -181,7 +181,7 @@ def _adapter_of(reader: CheckpointReader, model: str, adapter: str | None) -> di
             problems.append(Problem(key, form, "a matrix of a dtype that safetensors has", "convert it"))
     if problems:
         raise MismatchError("there is no adapter that could be written", problems, code="cannot-convert")
-    return dict(sorted(found.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+    return dict(sorted(found.items()))
 
 
 def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,23 +209,3 @@ def _config_of(tensors: Mapping[str, _Tensor], config: Mapping[str, Any]) -> dic
     if problems:
         raise MismatchError("the config does not fit the adapter", problems, code="cannot-convert")
     return merged
-
-
-class _File:
-    """The bytes of a safetensors file, read from a checkpoint a piece at a time. Can be iterated again."""
-
-    def __init__(self, reader: CheckpointReader, tensors: Mapping[str, _Tensor]) -> None:
-        self._reader, self._tensors = reader, tensors
-
-    def __iter__(self) -> Iterator[memoryview]:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for key, each in self._tensors.items():
-            offsets = [end, end := end + each.nbytes]
-            header[key] = {"dtype": each.dtype.safetensors, "shape": each.shape, "data_offsets": offsets}
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        padded = -(-len(text) // 8) * 8
-        yield memoryview(struct.pack("<Q", padded) + text.ljust(padded))
-        for each in self._tensors.values():
-            for box in pieces_in_order(whole(each.shape), each.dtype.itemsize):
-                yield bytes_of(self._reader.read(each.stored, box))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from shardopt.checkpoint.converting.choosing import whole_choice
+from shardopt.checkpoint.converting.choosing import choose
 from shardopt.checkpoint.converting.out_files import write_file
 from shardopt.checkpoint.converting.plan import refuse_checkpoints
 from shardopt.checkpoint.converting.to_own import chunked_layout, plan_own
@@ -67,7 +67,7 @@ def reshard(
         named = [rank for each in set(layouts.values()) for ranks in each.holders or () for rank in ranks]
         size = world_size or 1 + max(named, default=0)
         save_id = world().random_name(6)
-        plan = plan_own(whole_choice(reader), target, layouts.__getitem__, size, save_id, drop_per_rank)
+        plan = plan_own(choose(reader, may_be_empty=True), target, layouts.__getitem__, size, save_id, drop_per_rank)
         target.make()
         done = Counter(sum(file.nbytes for file in plan.files), progress)
         try:
