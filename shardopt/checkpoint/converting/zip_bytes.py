@@ -15,15 +15,19 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<4sIQI")
+from shardopt.checkpoint.sources.pickled.zip_archive import (
+    ALIGNMENT_BYTES,
+    CENTRAL,
+    END,
+    END_64,
+    FULL_16,
+    FULL_32,
+    LOCAL,
+    LOCATOR_64,
+)
+
 _FLAGS = 1 << 3 | 1 << 11  # a descriptor follows the bytes; the name is UTF-8
 _VERSION = 45  # the one that knows zip64
-_FULL_16, _FULL_32 = 2**16 - 1, 2**32 - 1
-_ALIGNMENT_BYTES = 64
 _PREFIX = "archive/"
 _DOS_DATE = 1 << 5 | 1  # 1980-01-01: equal contents are equal bytes
 
@@ -97,29 +101,27 @@ class ZipArchive:
         directory = b"".join(_central_header(member, at, crc) for member, at, crc in entries)
         begin, size, count = self._directory_begin, len(directory), len(self.members)
         end = b""
-        if begin >= _FULL_32 or size >= _FULL_32 or count >= _FULL_16:
-            rest = _END_64.size - 12
-            end = _END_64.pack(b"PK\6\6", rest, _VERSION, _VERSION, 0, 0, count, count, size, begin)
-            end += _LOCATOR_64.pack(b"PK\6\7", 0, begin + size, 1)
-        count, size_32, begin_32 = min(count, _FULL_16), min(size, _FULL_32), min(begin, _FULL_32)
-        return directory + end + _END.pack(b"PK\5\6", 0, 0, count, count, size_32, begin_32, 0)
+        if begin >= FULL_32 or size >= FULL_32 or count >= FULL_16:
+            rest = END_64.size - 12
+            end = END_64.pack(b"PK\6\6", rest, _VERSION, _VERSION, 0, 0, count, count, size, begin)
+            end += LOCATOR_64.pack(b"PK\6\7", 0, begin + size, 1)
+        count, size_32, begin_32 = min(count, FULL_16), min(size, FULL_32), min(begin, FULL_32)
+        return directory + end + END.pack(b"PK\5\6", 0, 0, count, count, size_32, begin_32, 0)
 
 
 def _is_large(member: Member) -> bool:
-    return member.nbytes >= _FULL_32
+    return member.nbytes >= FULL_32
 
 
 def _local_header(member: Member, at: int) -> bytes:
     name = member.name.encode()
     # Zeros stand for what the descriptor has; a large member says here that its descriptor is of large numbers.
     extra = struct.pack("<HHQQ", 1, 16, 0, 0) if _is_large(member) else b""
-    size = _FULL_32 if _is_large(member) else 0
-    begin = at + _LOCAL.size + len(name) + len(extra) + 4
-    padding = -begin % _ALIGNMENT_BYTES
+    size = FULL_32 if _is_large(member) else 0
+    begin = at + LOCAL.size + len(name) + len(extra) + 4
+    padding = -begin % ALIGNMENT_BYTES
     extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    return (
-        _LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, size, size, len(name), len(extra)) + name + extra
-    )
+    return LOCAL.pack(b"PK\3\4", _VERSION, _FLAGS, 0, 0, _DOS_DATE, 0, size, size, len(name), len(extra)) + name + extra
 
 
 def _descriptor(member: Member, crc: int) -> bytes:
@@ -128,8 +130,8 @@ def _descriptor(member: Member, crc: int) -> bytes:
 
 
 def _central_header(member: Member, at: int, crc: int) -> bytes:
-    name, size = member.name.encode(), min(member.nbytes, _FULL_32)
-    large = [*([member.nbytes] * 2 if _is_large(member) else []), *([at] if at >= _FULL_32 else [])]
+    name, size = member.name.encode(), min(member.nbytes, FULL_32)
+    large = [*([member.nbytes] * 2 if _is_large(member) else []), *([at] if at >= FULL_32 else [])]
     extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     sizes = (0, 0, _DOS_DATE, crc, size, size, len(name), len(extra))
-    return _CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, _FLAGS, *sizes, 0, 0, 0, 0, min(at, _FULL_32)) + name + extra
+    return CENTRAL.pack(b"PK\1\2", _VERSION, _VERSION, _FLAGS, *sizes, 0, 0, 0, 0, min(at, FULL_32)) + name + extra

@@ -21,17 +21,17 @@ from shardopt.errors import FormatError, Problem
 Read = Callable[[int, int], bytes]
 """Returns the bytes of a file from one offset up to another."""
 
-_LOCAL = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
-_END = struct.Struct("<4sHHHHIIH")
-_END_64 = struct.Struct("<4sQHHIIQQQQ")
-_LOCATOR_64 = struct.Struct("<4sIQI")
+LOCAL = struct.Struct("<4sHHHHHIIIHH")
+CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
+END = struct.Struct("<4sHHHHIIH")
+END_64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR_64 = struct.Struct("<4sIQI")
 
 _ENCRYPTED, _HAS_DESCRIPTOR = 1 << 0, 1 << 3
 _HARMLESS_FLAGS = _HAS_DESCRIPTOR | 1 << 11  # and the name is UTF-8
 _STORED = 0
-_FULL_16, _FULL_32 = 2**16 - 1, 2**32 - 1  # the number itself is in a zip64 record
-_ALIGNMENT_BYTES = 64
+FULL_16, FULL_32 = 2**16 - 1, 2**32 - 1  # the number itself is in a zip64 record
+ALIGNMENT_BYTES = 64
 _DESCRIPTOR_BYTES, _DESCRIPTOR_BYTES_64 = 16, 24
 _EXTRA_64 = 1
 _MOST_EXTRA_BYTES = 32  # of a local header beside the padding: the padding's own header, and large numbers
@@ -104,23 +104,23 @@ def zip_members(read: Read, begin: int, end: int, where: str) -> dict[str, ZipMe
 
 def _read_end(tail: bytes, nbytes: int, where: str) -> tuple[int, int, int]:
     """Returns the number of members, and where the central directory begins and ends within the archive."""
-    at = len(tail) - _END.size
+    at = len(tail) - END.size
     if at < 0:
         raise ValueError("too short for one")
-    magic, disk, first_disk, here, count, size, offset, comment = _END.unpack_from(tail, at)
+    magic, disk, first_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
     if magic != b"PK\x05\x06" or comment:
         raise ValueError("no end record in its last bytes")
-    locator = at - _LOCATOR_64.size
-    if locator >= _END_64.size and tail[locator : locator + 4] == b"PK\x06\x07":
-        _, first_disk_64, end_64, disks = _LOCATOR_64.unpack_from(tail, locator)
-        at = locator - _END_64.size
+    locator = at - LOCATOR_64.size
+    if locator >= END_64.size and tail[locator : locator + 4] == b"PK\x06\x07":
+        _, first_disk_64, end_64, disks = LOCATOR_64.unpack_from(tail, locator)
+        at = locator - END_64.size
         if end_64 != nbytes - len(tail) + at or first_disk_64 or disks != 1:
             raise ValueError("a zip64 end record in another place")
-        wide = _END_64.unpack_from(tail, at)
-        if wide[0] != b"PK\x06\x06" or wide[1] != _END_64.size - 12:
+        wide = END_64.unpack_from(tail, at)
+        if wide[0] != b"PK\x06\x06" or wide[1] != END_64.size - 12:
             raise ValueError("a malformed zip64 end record")
         narrow = (disk, first_disk, here, count, size, offset)
-        full = (_FULL_16,) * 4 + (_FULL_32,) * 2
+        full = (FULL_16,) * 4 + (FULL_32,) * 2
         if any(few not in (most, many) for few, most, many in zip(narrow, full, wide[4:], strict=True)):
             raise ValueError("two end records that differ")
         disk, first_disk, here, count, size, offset = wide[4:]
@@ -134,13 +134,11 @@ def _read_end(tail: bytes, nbytes: int, where: str) -> tuple[int, int, int]:
 def _read_directory(directory: bytes, where: str) -> Iterator[_Entry]:
     at = 0
     while at < len(directory):
-        magic, _, _, flags, method, _, _, crc32, size, full_size, *lengths_and_more = _CENTRAL.unpack_from(
-            directory, at
-        )
+        magic, _, _, flags, method, _, _, crc32, size, full_size, *lengths_and_more = CENTRAL.unpack_from(directory, at)
         name_length, extra_length, comment_length, disk, _, _, header = lengths_and_more
-        name_end = at + _CENTRAL.size + name_length
+        name_end = at + CENTRAL.size + name_length
         extra_end = name_end + extra_length
-        raw_name, extra = directory[at + _CENTRAL.size : name_end], directory[name_end:extra_end]
+        raw_name, extra = directory[at + CENTRAL.size : name_end], directory[name_end:extra_end]
         at = extra_end + comment_length
         if magic != b"PK\x01\x02" or at > len(directory):
             raise ValueError("a malformed entry of its directory")
@@ -157,14 +155,14 @@ def _read_directory(directory: bytes, where: str) -> Iterator[_Entry]:
 
 def _widened(extra: bytes, *numbers: int) -> list[int]:
     """Returns the numbers of an entry, with those at their limit replaced by those of its zip64 field."""
-    if _FULL_32 not in numbers:
+    if FULL_32 not in numbers:
         return list(numbers)
     at = 0
     while at < len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == _EXTRA_64:
-            wide = iter(struct.unpack_from(f"<{numbers.count(_FULL_32)}Q", extra[: at + 4 + length], at + 4))
-            return [next(wide) if number == _FULL_32 else number for number in numbers]
+            wide = iter(struct.unpack_from(f"<{numbers.count(FULL_32)}Q", extra[: at + 4 + length], at + 4))
+            return [next(wide) if number == FULL_32 else number for number in numbers]
         at += 4 + length
     raise ValueError("a large number that stands nowhere")
 
@@ -189,25 +187,21 @@ def _padded_begin(entry: _Entry, limit: int) -> int | None:
     """Returns the offset of a member's bytes, if it was padded as torch does and ends at `limit`."""
     data_begin = limit - entry.nbytes
     if entry.flags & _HAS_DESCRIPTOR:
-        data_begin -= _DESCRIPTOR_BYTES_64 if max(entry.nbytes, entry.header) >= _FULL_32 else _DESCRIPTOR_BYTES
-    padding = data_begin - (entry.header + _LOCAL.size + len(entry.raw_name))
+        data_begin -= _DESCRIPTOR_BYTES_64 if max(entry.nbytes, entry.header) >= FULL_32 else _DESCRIPTOR_BYTES
+    padding = data_begin - (entry.header + LOCAL.size + len(entry.raw_name))
     return (
-        data_begin
-        if data_begin % _ALIGNMENT_BYTES == 0 and 0 <= padding < _MOST_EXTRA_BYTES + _ALIGNMENT_BYTES
-        else None
+        data_begin if data_begin % ALIGNMENT_BYTES == 0 and 0 <= padding < _MOST_EXTRA_BYTES + ALIGNMENT_BYTES else None
     )
 
 
 def _read_local(entry: _Entry, read: Read) -> int:
     """Returns the offset of a member's bytes, from its local header."""
-    names_begin = entry.header + _LOCAL.size
+    names_begin = entry.header + LOCAL.size
     raw = read(entry.header, names_begin + len(entry.raw_name))
-    magic, _, flags, method, _, _, crc32, size, full_size, name_length, extra_length = _LOCAL.unpack_from(raw)
-    fits = (
-        magic == b"PK\x03\x04" and flags == entry.flags and method == _STORED and raw[_LOCAL.size :] == entry.raw_name
-    )
+    magic, _, flags, method, _, _, crc32, size, full_size, name_length, extra_length = LOCAL.unpack_from(raw)
+    fits = magic == b"PK\x03\x04" and flags == entry.flags and method == _STORED and raw[LOCAL.size :] == entry.raw_name
     if not flags & _HAS_DESCRIPTOR:  # which has the numbers, after the bytes
-        sizes = {size, full_size} - {_FULL_32}
+        sizes = {size, full_size} - {FULL_32}
         fits = fits and crc32 == entry.crc32 and sizes <= {entry.nbytes}
     if not fits or name_length != len(entry.raw_name):
         raise ValueError(f"a local header of {entry.name[:100]!r} that differs")
