@@ -1,7 +1,7 @@
 """Writes a checkpoint of torch.distributed.checkpoint: archives of boxes, then their index in ".metadata".
 
     __<n>_0.distcp     archives one behind the other: one for each box of a tensor, one for each distinct plain value
-    .metadata          a pickle of torch's own records, made without torch's classes: by name alone
+    .metadata          a pickle of torch's own records
 
 Keys are those that torch gives nested state: "optimizer.state.<name>.exp_avg". The options of an optimizer stand there
 twice, small as they are: by parameter, as torch flattens them ("optimizer.param_groups.<name>.lr"), and by group
@@ -10,39 +10,38 @@ twice, small as they are: by parameter, as torch flattens them ("optimizer.param
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from shardopt.checkpoint.converting.choosing import Choice, ChosenTensor
 from shardopt.checkpoint.converting.nested_values import groups_of_equal, split_options
 from shardopt.checkpoint.converting.out_files import OutFile, Written, pack
-from shardopt.checkpoint.converting.pickle_bytes import (
-    Call,
-    Global,
-    Instance,
-    Pairs,
-    StoredElsewhere,
-    pickle_of,
-    size_of,
-)
+from shardopt.checkpoint.converting.pickle_bytes import StoredElsewhere, pickle_of
 from shardopt.checkpoint.converting.plan import OutOptions, OutPlan
 from shardopt.checkpoint.converting.streaming import Part
 from shardopt.checkpoint.converting.to_huggingface import natural_order
 from shardopt.checkpoint.converting.to_torch import raw_bytes, refuse_per_rank
 from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.tensor_bytes import stored_dtype
+from shardopt.checkpoint.format.tensor_bytes import stored_dtype, torch_dtype
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem
+from shardopt.runtime.late import late
 from shardopt.sharding.box import Box, whole
 from shardopt.state.paths import PARAM_GROUPS, Index, Path, join
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import filesystem, metadata
+else:  # slow to import
+    filesystem = late("torch.distributed.checkpoint.filesystem")
+    metadata = late("torch.distributed.checkpoint.metadata")
+
 _METADATA = ".metadata"
-_RECORDS = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
 
 
 def plan_dcp(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
@@ -67,30 +66,30 @@ class DcpPlan(OutPlan):
         self._archives, self._values = files, values
 
     def commit(self, written: Sequence[Written]) -> None:
-        self.storage.publish(_METADATA, pickle_of(self._metadata(), _METADATA, _no_record))
+        self.storage.publish(_METADATA, pickle.dumps(self._metadata(), protocol=2))  # as torch
 
-    def _metadata(self) -> Instance:
+    def _metadata(self) -> metadata.Metadata:
         of_boxes = {key: place for file in self._archives for key, place in file.places_of_boxes.items()}
         of_values = {path: place for file in self._archives for path, place in file.places_of_values.items()}
         entries: dict[str, Any] = {}
         paths: dict[str, tuple[str | int, ...]] = {}
-        stored: list[tuple[Any, Any]] = []
+        stored: dict[metadata.MetadataIndex, Any] = {}
         for key, tensor in self.choice.tensors.items():
             entries[key], paths[key] = _tensor_record(tensor.dtype, tensor.shape, tensor.boxes), _plain(tensor.path)
             for number, box in enumerate(tensor.boxes):
-                stored.append((_index(key, box, number), _place(*of_boxes[tensor.tied_to or key, box])))
+                index = metadata.MetadataIndex(key, box.offsets, number)
+                stored[index] = filesystem._StorageInfo(*of_boxes[tensor.tied_to or key, box])
         for path, value in self._values.items():
             key = join(path)
             paths[key] = _plain(path)
             if isinstance(value, Tensor):
                 all_of_it = whole(value.shape)
                 entries[key] = _tensor_record(stored_dtype(value.dtype, key), all_of_it.sizes, (all_of_it,))
-                index = _index(key, all_of_it, 0)
+                index = metadata.MetadataIndex(key, all_of_it.offsets, 0)
             else:
-                entries[key], index = Instance(Global(_RECORDS, "BytesStorageMetadata")), _index(key, None, None)
-            stored.append((index, _place(*of_values[path])))
-        records = {"state_dict_metadata": entries, "planner_data": paths, "storage_data": Pairs(stored)}
-        return Instance(Global(_RECORDS, "Metadata"), {**records, "storage_meta": None})
+                entries[key], index = metadata.BytesStorageMetadata(), metadata.MetadataIndex(key)
+            stored[index] = filesystem._StorageInfo(*of_values[path])
+        return metadata.Metadata(entries, paths, stored)
 
 
 Place = tuple[str, int, int]
@@ -208,29 +207,9 @@ def _plain(path: Path) -> tuple[str | int, ...]:
     return tuple(int(part) if isinstance(part, Index) else str(part) for part in path)
 
 
-def _tensor_record(dtype: Dtype, shape: tuple[int, ...], boxes: Sequence[Box]) -> Instance:
-    strided = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Call(Global(_RECORDS, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = (Global("torch", dtype.name), strided, False, contiguous, False)
-    chunk = Global(_RECORDS, "ChunkStorageMetadata")
-    return Instance(
-        Global(_RECORDS, "TensorStorageMetadata"),
-        {
-            "properties": Instance(Global(_RECORDS, "TensorProperties"), properties),
-            "size": size_of(shape),
-            "chunks": [Instance(chunk, {"offsets": size_of(o), "sizes": size_of(s)}) for o, s in boxes],
-        },
-    )
-
-
-def _index(key: str, box: Box | None, number: int | None) -> Instance:
-    attributes = {"fqn": key, "index": number}
-    offset = {} if box is None else {"offset": size_of(box.offsets)}
-    return Instance(Global(_RECORDS, "MetadataIndex"), {**attributes, **offset})
-
-
-def _place(name: str, offset: int, nbytes: int) -> Instance:
-    return Instance(Global(_FILES, "_StorageInfo"), {"relative_path": name, "offset": offset, "length": nbytes})
+def _tensor_record(dtype: Dtype, shape: tuple[int, ...], boxes: Sequence[Box]) -> metadata.TensorStorageMetadata:
+    chunks = [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(torch_dtype(dtype)), torch.Size(shape), chunks)
 
 
 def _nothing() -> Iterator[memoryview]:

@@ -122,6 +122,8 @@ PRIVATE_PLACES = {
     "sharding/gradients.py": "DTensor specs and local tensors, torch's search for overrides switched off",
     "sharding/traceable.py": "classes that it is not to see through, and the local tensor of a DTensor",
     "sharding/reduced.py": "only classes: ShardedTensor and its metadata, _StridedShard",
+    "checkpoint/converting/pickle_bytes.py": "only by name: the functions by which torch makes tensors of its files",
+    "checkpoint/converting/to_dcp.py": "only a class: DCP's record of where a box is",
     "state/versions.py": "the notes of versions in a module's state, which torch keeps there as an attribute",
     "optim/averages/swapping.py": "the places where modules have parameters, which a step looks at without a walk",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
@@ -155,7 +157,11 @@ WORLD_VALUES = {"datetime.timedelta"}  # a length of time, which asks no clock
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
 # The files that may make a pickle, and what for. None reads one.
-PICKLING_PLACES = {"checkpoint/dcp/reader.py": "torch's planners take a plain value in no other form; in memory alone"}
+PICKLING_PLACES = {
+    "checkpoint/converting/pickle_bytes.py": "torch.load takes plain values in no other form; each is looked at",
+    "checkpoint/converting/to_dcp.py": "DCP's own index is a pickle of torch's records",
+    "checkpoint/dcp/reader.py": "torch's planners take a plain value in no other form; in memory alone",
+}
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
 
