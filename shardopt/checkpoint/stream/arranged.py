@@ -11,7 +11,6 @@ They could be several boxes with views, but a tensor has as many data files as a
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -22,17 +21,14 @@ from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, s
 from shardopt.checkpoint.rearrange.cuts import Cut, boxes_of_zeros, cuts_of
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.saving.planning.tied import tied_in
-from shardopt.checkpoint.stream.agreed import compared, hash_of
+from shardopt.checkpoint.stream.agreed import Agreement
 from shardopt.checkpoint.stream.made import Made, Told, is_named, made, merged
 from shardopt.errors import Problem, StateError
 from shardopt.ranks import Ranks
-from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.view import device_of, view_of
-
-_CALL = "rearranging what is published"
 
 
 class Arranged:
@@ -44,7 +40,7 @@ class Arranged:
 
     def __init__(self, rules: Sequence[AnyRule]) -> None:
         self._rules = tuple(rules)
-        self._job = ""  # the hash of what all ranks have told, of which `_made` was made
+        self._agreement = Agreement("rearrange", repr(self._rules), "rearranging what is published")
         self._made: Made | None = None
         self._is_named: dict[str, bool] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...]], list[tuple[str, int, Cut]]] = {}
@@ -66,13 +62,9 @@ class Arranged:
             views = {name: seen(name, tensor) for name, tensor in weights.items() if self._names(name)}
             return views, _told(weights, views)
 
-        def report(found: tuple[dict[str, View], dict[str, Told]]) -> list[str]:
-            return [hash_of(repr(self._rules)), hash_of(json.dumps(found[1])), self._job]
-
-        (views, told), (job, kinds) = ranks.agree(_CALL, look, report, compared("rearrange"))
-        if kinds:
-            self._made = self._agree(ranks, unpack_kinds(kinds), told)
-            self._job = job
+        views, of_job = self._agreement.of(ranks, look, self._merged)
+        if of_job is not None:
+            self._made = made(of_job, self._rules)
             self._cuts.clear()
             self._on_host.clear()
         assert self._made is not None
@@ -83,19 +75,11 @@ class Arranged:
             self._is_named[name] = is_named(name, self._rules)
         return self._is_named[name]
 
-    def _agree(self, ranks: Ranks, kinds: Sequence[tuple[int, ...]], told: dict[str, Told]) -> Made:
-        """Applies the rules to the weights of all ranks. Collective."""
-
-        on_rank_0: list[Made] = []
-
-        def merge(by_rank: Mapping[int, dict[str, Told]]) -> tuple[None, list[dict[str, Told]]]:
-            of_job = merged(by_rank)
-            on_rank_0.append(made(of_job, self._rules, warns=True))  # here, so that all ranks raise what it raises
-            return None, [of_job]
-
-        is_first = kinds[kind_by_rank(kinds)[ranks.rank]][0] == ranks.rank
-        _, section = exchange(ranks, _CALL, (lambda: told) if is_first else None, merge, lambda _, rank: 0)
-        return on_rank_0[0] if on_rank_0 else made(decompress(section), self._rules)
+    def _merged(self, told: Mapping[int, dict[str, Told]]) -> dict[str, Told]:
+        """Merges what ranks tell; finds on rank 0 whether the rules fit, so that all ranks raise what it raises."""
+        of_job = merged(told)
+        made(of_job, self._rules, warns=True)
+        return of_job
 
     def _published(self, of_job: Made, weights: Mapping[str, Tensor], views: Mapping[str, View]) -> dict[str, Tensor]:
         """Returns what this rank has of each published tensor."""

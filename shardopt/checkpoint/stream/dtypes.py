@@ -7,21 +7,20 @@ numbers that a form cannot hold  →  one error on all ranks, or casts and codes
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from shardopt.checkpoint.sources.reading.scratch import lost_problem
-from shardopt.checkpoint.stream.agreed import compared, hash_of
+from shardopt.checkpoint.stream.agreed import Agreement
 from shardopt.checkpoint.stream.arranged import seen
 from shardopt.checkpoint.stream.int8_rows import LARGEST, codes_of, extremes_of, scales_of
 from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.ranks import Ranks
-from shardopt.ranks.kinds import decompress, exchange, kind_by_rank, unpack_kinds
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.pieces_tensor import PiecesTensor
@@ -69,8 +68,7 @@ class Dtypes:
         self._is_by_name = isinstance(dtype, Mapping)
         by_pattern = dtype if isinstance(dtype, Mapping) else {} if dtype is None else {"": dtype}
         self._forms = [(re.compile(pattern), form) for pattern, form in by_pattern.items()]
-        self._rules = hash_of(repr([*by_pattern.items()]))
-        self._job = ""  # the hash of what all ranks have told, of which `_shared` was made
+        self._agreement = Agreement("dtype", repr([*by_pattern.items()]), _CALL)
         self._shared: dict[str, int] = {}  # the tables whose rows several ranks share, with their number of rows
 
     def of(self, ranks: Ranks, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,7 +94,10 @@ class Dtypes:
         views: dict[str, View] = {}
         extremes: dict[str, list[Tensor]] = {}
         if self._is_by_name:
-            views, extremes = self._agree(ranks, weights, forms, {*numbers.values()} - {None})
+            used = {*numbers.values()} - {None}
+            look = partial(self._look, weights, forms, used)
+            (views, extremes), shared = self._agreement.of(ranks, look, self._merge)
+            self._shared = self._shared if shared is None else shared
             self._share(ranks, views, extremes)
 
         def work() -> dict[str, Tensor]:
@@ -112,43 +113,28 @@ class Dtypes:
         """Returns the number of the first pattern that is found in a name."""
         return next((number for number, (pattern, _) in enumerate(self._forms) if pattern.search(name)), None)
 
-    def _agree(
-        self, ranks: Ranks, weights: Mapping[str, Tensor], forms: Mapping[str, Form], used: set[Any]
-    ) -> tuple[dict[str, View], dict[str, list[Tensor]]]:
-        """Returns the tables that are to be in 8 bits as this rank sees them, and the extremes of each piece's rows.
+    def _look(
+        self, weights: Mapping[str, Tensor], forms: Mapping[str, Form], used: set[Any]
+    ) -> tuple[tuple[dict[str, View], dict[str, list[Tensor]]], list[Any]]:
+        """Returns the tables that are to be in 8 bits as this rank sees them, with the extremes of each piece's rows.
 
-        Collective: one round, at first two.
+        Also returns what the others are told of them.
 
         Args:
             used: the numbers of the patterns that this rank has weights for.
         """
+        views = {name: seen(name, weights[name]) for name, form in forms.items() if not isinstance(form, torch.dtype)}
+        problems = [problem for name, view in views.items() for problem in _no_table(name, view, weights)]
+        if problems:
+            raise MismatchError(_REFUSED, problems, code="bad-rules")
+        tables = {
+            name: [*view.shape, any(piece.box.sizes[1] < view.shape[1] for piece in view.pieces)]
+            for name, view in views.items()
+        }
+        extremes = {name: [extremes_of(piece.tensor) for piece in view.pieces] for name, view in views.items()}
+        return (views, extremes), [sorted(used), tables]
 
-        def look() -> tuple[dict[str, View], dict[str, list[Tensor]], list[Any]]:
-            views = {
-                name: seen(name, weights[name]) for name, form in forms.items() if not isinstance(form, torch.dtype)
-            }
-            problems = [problem for name, view in views.items() for problem in _no_table(name, view, weights)]
-            if problems:
-                raise MismatchError(_REFUSED, problems, code="bad-rules")
-            tables = {
-                name: [*view.shape, any(piece.box.sizes[1] < view.shape[1] for piece in view.pieces)]
-                for name, view in views.items()
-            }
-            extremes = {name: [extremes_of(piece.tensor) for piece in view.pieces] for name, view in views.items()}
-            return views, extremes, [sorted(used), tables]
-
-        def report(found: tuple[Any, Any, list[Any]]) -> list[str]:
-            return [self._rules, hash_of(json.dumps(found[2])), self._job]
-
-        (views, extremes, told), (job, packed) = ranks.agree(_CALL, look, report, compared("dtype"))
-        if packed:
-            kinds = unpack_kinds(packed)
-            is_first = kinds[kind_by_rank(kinds)[ranks.rank]][0] == ranks.rank
-            _, section = exchange(ranks, _CALL, (lambda: told) if is_first else None, self._merge, lambda _, rank: 0)
-            self._shared, self._job = decompress(section), job
-        return views, extremes
-
-    def _merge(self, told: Mapping[int, Any]) -> tuple[None, list[dict[str, int]]]:
+    def _merge(self, told: Mapping[int, Any]) -> dict[str, int]:
         """Returns the tables whose rows are shared by ranks. Runs on rank 0; all ranks raise what it raises."""
         idle = {*range(len(self._forms))} - {number for used, _ in told.values() for number in used}
         if idle:
@@ -165,7 +151,7 @@ class Dtypes:
                     raise LayoutError("ranks disagree on a table", [problem], code="ranks-differ")
                 if is_shared:
                     shared[name] = rows
-        return None, [dict(sorted(shared.items()))]
+        return dict(sorted(shared.items()))
 
     def _share(self, ranks: Ranks, views: Mapping[str, View], extremes: dict[str, list[Tensor]]) -> None:
         """Makes the extremes of rows that ranks share those of whole rows. Collective: an all-reduce a shared table.
