@@ -196,19 +196,20 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
 
 def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:
     """Wraps a local tensor in a DTensor placed like the sum of another over `dims`, kept with size 1."""
-    spec: Any = tensor._spec
-    placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
-    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
-    return _dtensor_around(local, spec, placements, order, with_ones(tensor.shape, dims))
+    return _without_splits(tensor, dims, local, with_ones(tensor.shape, dims))
 
 
 def dtensor_blocks_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
     """Wraps a local tensor in a DTensor of `count` numbers per index of another's first dimension."""
+    return _without_splits(tensor, range(1, tensor.ndim), local, (tensor.shape[0], count))
+
+
+def _without_splits(tensor: DTensor, dims: Collection[int], local: Tensor, shape: Sequence[int]) -> DTensor:
+    """Wraps a local tensor in a DTensor of a global shape, placed like another but along `dims`, where it is whole."""
     spec: Any = tensor._spec
-    others = range(1, tensor.ndim)
-    placements = tuple(Replicate() if _splits(each, tensor.ndim, others) else each for each in spec.placements)
-    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim == 0)
-    return _dtensor_around(local, spec, placements, order, (tensor.shape[0], count))
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
+    return _dtensor_around(local, spec, placements, order, shape)
 
 
 def dtensor_stack_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:

@@ -44,11 +44,10 @@ class LayoutReader:
 
     def read(self, texts: Iterable[str]) -> list[Layout]:
         """Reads the `texts` of one writer."""
-        return [self._layouts.get(text) or self._layouts.setdefault(text, _parse(text)) for text in texts]
-
-
-def _parse(text: str) -> Layout:
-    return Layout.from_json(json.loads(text))
+        for text in texts:
+            if text not in self._layouts:
+                self._layouts[text] = Layout.from_json(json.loads(text))
+        return [self._layouts[text] for text in texts]
 
 
 class KindMerger:

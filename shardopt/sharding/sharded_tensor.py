@@ -97,26 +97,7 @@ def sharded_tensor_like(like: ShardedTensor, tensors: Sequence[Tensor]) -> Shard
     properties.requires_grad = properties.pin_memory = False
     new_metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
     here = [shard.metadata for shard in like.local_shards()]
-    return sharded_tensor_of(like, like.sharding_spec(), new_metadata, here, tensors)
-
-
-def sharded_tensor_of(
-    like: ShardedTensor,
-    spec: ShardingSpec,
-    metadata: ShardedTensorMetadata,
-    here: Sequence[ShardMetadata],
-    tensors: Sequence[Tensor],
-) -> ShardedTensor:
-    """Makes a ShardedTensor on the ranks of another, without a collective or a copy.
-
-    Args:
-        like: the tensor whose process group is taken.
-        spec: how the new one is sharded.
-        metadata: of the whole, with the properties of the new one.
-        here: the metadata of this rank's shards.
-        tensors: this rank's shards, in the order of `here`.
-    """
-    return _made(spec, metadata, here, tensors, process_group_of(like))
+    return _made(like.sharding_spec(), new_metadata, here, tensors, process_group_of(like))
 
 
 def sharded_tensor_at(
@@ -161,6 +142,7 @@ def _made(
     tensors: Sequence[Tensor],
     group: dist.ProcessGroup | None,
 ) -> ShardedTensor:
+    """Makes a ShardedTensor from this rank's shards and their metadata, without a collective or a copy."""
     # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
@@ -238,7 +220,7 @@ def _resharded(
         spec = ChunkShardingSpec(spec.dim + added_dims, spec.placements)
     new_metadata = ShardedTensorMetadata(shards, torch.Size(shape), properties)
     here = [change(shard.metadata) for shard in tensor.local_shards()]
-    return sharded_tensor_of(tensor, spec, new_metadata, here, memory)
+    return _made(spec, new_metadata, here, memory, process_group_of(tensor))
 
 
 def cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
