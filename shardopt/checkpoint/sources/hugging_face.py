@@ -45,8 +45,7 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, FormatError, Problem
 from shardopt.sharding.box import Box, whole
 
-_OF_RANK = re.compile(r"shard-\d{5}-(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
-_NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
+_NUMBERED = re.compile(r"(?P<rank>shard-\d{5}-)?(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NAMES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors} | {
     "F8_E8M0": DTYPES["float8_e8m0fnu"],
     "F8_E4M3FNUZ": DTYPES["float8_e4m3fnuz"],
@@ -147,23 +146,16 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
         remedy = "give another path, or call convert again, which resumes it"
         problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
         raise CheckpointNotFoundError("there is no checkpoint", [problem])
-    of_ranks = [*map(_OF_RANK.fullmatch, files)]
-    sets_of_ranks = {(found["stem"], found["of"]) for found in of_ranks if found}
-    if all(of_ranks) and len(sets_of_ranks) == 1:
-        ((stem, of),) = sets_of_ranks
-        numbers = {int(found["number"]) for found in of_ranks if found}
-        missing_number = next((i for i in range(1, len(numbers) + 2) if i <= int(of) and i not in numbers), None)
-        if missing_number is not None:  # a rank without a box has no file, so that its number may be missing
-            raise damaged(f"{storage.url}/shard-*-{stem}-{missing_number:05d}-of-{of}{DATA_SUFFIX}", "no such file")
-        return dict.fromkeys(files)
-    sets = {(found["stem"], found["of"]) for found in map(_NUMBERED.fullmatch, files) if found}
-    if len(sets) > 1 or (len(files) > 1 and not all(map(_NUMBERED.fullmatch, files))):
+    numbered = [*map(_NUMBERED.fullmatch, files)]
+    sets = {(found["rank"] is not None, found["stem"], found["of"]) for found in numbered if found}
+    if len(sets) > 1 or (len(files) > 1 and not all(numbered)):
         raise ambiguous(storage, f"several sets of files ({', '.join(files[:4])})")
-    for stem, of in sets:
-        wanted = [f"{stem}-{number:05d}-of-{of}{DATA_SUFFIX}" for number in range(1, int(of) + 1)]
-        missing = [name for name in wanted[: len(files) + 1] if name not in files]
-        if missing:
-            raise damaged(f"{storage.url}/{missing[0]}", "no such file")
+    for are_of_ranks, stem, of in sets:
+        numbers = {int(found["number"]) for found in numbered if found}
+        missing = next((i for i in range(1, min(int(of), len(numbers) + 1) + 1) if i not in numbers), None)
+        if missing is not None:  # of ranks, one without a box has no file, so that its number may be missing
+            name = f"{'shard-*-' * are_of_ranks}{stem}-{missing:05d}-of-{of}{DATA_SUFFIX}"
+            raise damaged(f"{storage.url}/{name}", "no such file")
     return dict.fromkeys(files)
 
 
