@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from shardopt.checkpoint import CheckpointReader
-from shardopt.checkpoint.format.tensor_bytes import dtype_name
-from shardopt.checkpoint.sources.equality import checksums_are_equal, raw_bytes
+from shardopt.checkpoint.format.tensor_bytes import dtype_name, flat_bytes
+from shardopt.checkpoint.sources.equality import checksums_are_equal
 from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.cli.statistics import as_array
 from shardopt.sharding.box import whole
@@ -92,7 +92,7 @@ def difference_of(
         for piece in pieces_in_order(box, max(info.dtype.itemsize, other.dtype.itemsize)):
             x, y = a.read(key_a, piece), b.read(key_b, piece)
             squares_of_a += _squares(x)
-            if info.dtype != other.dtype or not torch.equal(raw_bytes(x), raw_bytes(y)):
+            if info.dtype != other.dtype or not torch.equal(flat_bytes(x), flat_bytes(y)):
                 of_piece = _compare(x, y)
                 found.differing += of_piece.differing
                 found.other_bits += _unequal_bits(x, y) - of_piece.differing if x.dtype == y.dtype else 0
@@ -110,7 +110,7 @@ def difference_of(
 
 def _unequal_bits(x: torch.Tensor, y: torch.Tensor) -> int:
     """Returns how many elements of two tensors of one dtype have other bits."""
-    return int((raw_bytes(x) != raw_bytes(y)).reshape(-1, x.itemsize).any(dim=1).sum())
+    return int((flat_bytes(x) != flat_bytes(y)).reshape(-1, x.itemsize).any(dim=1).sum())
 
 
 def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:

@@ -122,7 +122,7 @@ class Channel:
         with self.node.changed:
             self.node.hub.answer(self.session, self._round, data, shares)
             if answer.get("broken") and self.session == MAIN:
-                self.node.refuse()
+                self.node.peers.refuses = True  # the session has ended
             self.node.wake()
         self.reported = True
         self.node.wait_until_handed_over(self.deadline_seconds)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardopt.checkpoint.converting.choosing import Choice
@@ -16,6 +15,7 @@ from shardopt.checkpoint.converting.pickle_bytes import StoredElsewhere, pickle_
 from shardopt.checkpoint.converting.plan import OutOptions, OutPlan, refuse_file
 from shardopt.checkpoint.converting.streaming import Part
 from shardopt.checkpoint.converting.zip_bytes import Take, ZipArchive, torch_members
+from shardopt.checkpoint.format.tensor_bytes import flat_bytes
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import whole
@@ -94,8 +94,7 @@ class TorchFile(OutFile):
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """Returns the bytes of a small tensor in C order."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return flat_bytes(tensor.resolve_conj().resolve_neg()).numpy().tobytes()
 
 
 def refuse_per_rank(choice: Choice, options: OutOptions) -> None:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from shardopt.checkpoint.sources.equality import bytes_are_equal, raw_bytes
+from shardopt.checkpoint.format.tensor_bytes import flat_bytes
+from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.pieces import Piece, View
@@ -143,4 +144,4 @@ def _are_equal(reader: CheckpointReader, one: _Range, other: _Range, stored_key:
 def _bytes_of(reader: CheckpointReader, each: _Range, stored_key: Mapping[str, str]) -> torch.Tensor:
     """Reads the stored values of a piece; returns its bytes, with one more dimension for the bytes of an element."""
     stored = reader.read(stored_key.get(each.key, each.key), each.piece.box).to(each.piece.tensor.dtype)
-    return raw_bytes(stored.contiguous()).reshape([*each.piece.tensor.shape, each.piece.tensor.element_size()])
+    return flat_bytes(stored).reshape([*each.piece.tensor.shape, each.piece.tensor.element_size()])

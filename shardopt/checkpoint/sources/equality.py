@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardopt.checkpoint.format.tensor_bytes import flat_bytes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.checking import pieces_in_order
 from shardopt.sharding.box import Box
@@ -30,14 +31,9 @@ def bytes_are_equal(reader: CheckpointReader, key: str, other: str, box: Box) ->
         return True
     dtype = reader.info(key).dtype
     return dtype == reader.info(other).dtype and all(
-        torch.equal(raw_bytes(reader.read(key, piece)), raw_bytes(reader.read(other, piece)))
+        torch.equal(flat_bytes(reader.read(key, piece)), flat_bytes(reader.read(other, piece)))
         for piece in pieces_in_order(box, dtype.itemsize)
     )
-
-
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a contiguous tensor, without a copy."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[list[object], list[bytes]]:

@@ -29,7 +29,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.decoding import decode_manifest
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
-from shardopt.checkpoint.sources.reading.checking import read_entry
+from shardopt.checkpoint.sources.reading.checking import read_entries
 from shardopt.checkpoint.sources.reading.open_file import HEAD_BYTES, DataFileReader, form_of
 from shardopt.checkpoint.sources.referred import directory_of, referred_in
 from shardopt.checkpoint.sources.source import Source
@@ -111,7 +111,7 @@ class OwnSource(Source):
         file = self.open_file(number)
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        stored = read_entry(file, file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,)))))
+        (stored,) = read_entries(file, [file.entry(key, form_of(DTYPES["uint8"], whole((nbytes,))))])
         where = f"{file.where}: {key}"
         try:
             values = load_json(bytes(stored), where, without_duplicates)

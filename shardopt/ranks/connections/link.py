@@ -42,7 +42,7 @@ class Link:
         left: whether the peer has said that it ends the connection.
         suspended: whether the connection broke, and the peer is waited for.
         heard: how many times something was received.
-        sent_bytes, received_bytes: since the beginning; `sent_bytes` were handed to the system.
+        sent_bytes: that were handed to the system since the beginning.
         waits_to_write: whether the thread waits for room to send more.
         stuck_at: `moved_bytes` when the peer was last waited for in vain, to take more; -1 if it never was.
     """
@@ -52,7 +52,7 @@ class Link:
         self.key = ""
         self.open = True
         self.left = self.suspended = False
-        self.heard = self.sent_bytes = self.received_bytes = 0
+        self.heard = self.sent_bytes = 0
         self.waits_to_write = False
         self.stuck_at = -1
         self._decoder = Decoder()
@@ -245,7 +245,6 @@ class Link:
         if not data:
             raise Closed("end of file")
         self.heard += 1
-        self.received_bytes += len(data)
         return self._decode(data)
 
     def rest(self) -> list[Message]:

@@ -183,16 +183,6 @@ class Node:
             finally:
                 self._handing_over -= 1
 
-    def refuse(self) -> None:
-        """Accepts no further ranks, as the session has ended. With `changed` held."""
-        self.peers.refuses = True
-
-    def exchanged_bytes(self) -> tuple[int, int]:
-        """Returns the number of bytes sent and received over the current connections."""
-        with self.changed:
-            links = self.hub.links.values()
-            return sum(link.sent_bytes for link in links), sum(link.received_bytes for link in links)
-
     # The thread.
 
     def _run(self) -> None:

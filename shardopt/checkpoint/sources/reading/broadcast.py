@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.assign import Member, assign
-from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype
+from shardopt.checkpoint.format.tensor_bytes import dtype_name, flat_bytes, stored_dtype
 from shardopt.ranks import Ranks
 from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.torch_private import changeable
@@ -93,7 +93,7 @@ class BroadcastReads:
         received: list[list[Tensor]] = [[] for _ in range(size)]
         for shared in boxes:
             if shared.reader == rank:
-                raw = _raw(self._memory(shared.key, shared.box))
+                raw = flat_bytes(self._memory(shared.key, shared.box))
                 for other in shared.others:
                     sent[other].append(raw)
                     sent_counts[other] += raw.numel()
@@ -183,7 +183,3 @@ def _shared_boxes(views: Mapping[str, View], size: int) -> Iterator[_SharedBox]:
             while not layout.boxes[position].contains(box):
                 position += 1
             yield _SharedBox(key, box, reader, everyone if layout.holders is None else layout.holders[position])
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

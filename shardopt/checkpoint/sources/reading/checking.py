@@ -48,11 +48,6 @@ def sizes_for(storage: Storage) -> ReadSizes:
     return _DISK_SIZES if isinstance(storage, LocalStorage) else _SIZES  # others may ask other hosts
 
 
-def read_entry(file: DataFileReader, entry: Entry) -> bytearray:
-    """Returns all bytes of an entry of a data file, verified; raises as `read_entries`."""
-    return read_entries(file, [entry])[0]
-
-
 def read_entries(file: DataFileReader, entries: Sequence[Entry]) -> list[bytearray]:
     """Returns all bytes of entries of a data file, verified. Those that follow one another take one read.
 
