@@ -114,10 +114,9 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
     members = _MembersByFile(manifest)
     done = Counter(sum(_bytes_to_read(file, i, members) for i, file in enumerate(manifest.files)), progress)
     with world().thread_pool(sizes_for(storage).threads, "shardopt-verify") as pool:
-        checks = [pool.submit(_check_file, source, number, members, done) for number in range(len(manifest.files))]
+        checks = pool.map(lambda number: _check_file(source, number, members, done), range(len(manifest.files)))
         unsummed = source.unsummed_bytes
-        for check in checks:
-            found, nbytes = check.result()
+        for found, nbytes in checks:
             problems += found
             unsummed += nbytes
     if problems and not source.is_foreign:

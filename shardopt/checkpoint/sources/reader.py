@@ -241,24 +241,10 @@ class CheckpointReader(CheckpointContents):
         if len(closed) <= _FEW_FILES:
             self._files |= {number: self.source.open_file(number, keys) for number in closed}
             return
-        failed: list[int] = []
-
-        def open_one(number: int) -> OpenFile | None:
-            if failed:
-                return None
-            try:
-                return self.source.open_file(number, keys)
-            except BaseException:
-                failed.append(number)
-                raise
-
         threads = min(len(closed), _FAR_THREADS if self.is_remote else _THREADS)
         with world().thread_pool(threads, "shardopt-open") as pool:
-            opening = [(number, pool.submit(open_one, number)) for number in closed]
-        errors = [error for _, each in opening if (error := each.exception()) is not None]
-        if errors:
-            raise errors[0]
-        self._files |= {number: opened for number, each in opening if (opened := each.result()) is not None}
+            opened = pool.map(lambda number: self.source.open_file(number, keys), closed)
+            self._files |= dict(zip(closed, opened, strict=True))
 
     def _find_overlaps(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
         """Returns the overlaps of the stored boxes with `box`, and keeps them, as layouts are few."""

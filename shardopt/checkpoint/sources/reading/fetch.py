@@ -146,8 +146,8 @@ def _check_first(pool: Executor, requests: Sequence[ReadRequest]) -> None:
         number = file.summed_with(entry)
         if number is not None and number not in file.checked:
             unchecked[id(file), number] = file, entry
-    checks = [pool.submit(lambda each: [*damaged_segments(*each)], each) for each in unchecked.values()]
-    problems = [problem for check in checks for problem in check.result()]
+    found = pool.map(lambda each: [*damaged_segments(*each)], unchecked.values())
+    problems = [problem for each in found for problem in each]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
     for (_, number), (file, _) in unchecked.items():
