@@ -109,7 +109,8 @@ def _fill_histogram(result: Statistics, pieces: Iterator[NDArray[np.generic]]) -
     counts = np.zeros(bins, dtype=np.int64)
     width = float(high) / 2 - float(low) / 2  # halves, since the whole may be beyond the range of fp64
     if not width:  # fp64 has no number between these: one bin
-        result.edges, result.counts = [float(low), float(high)], [result.elements - _not_finite(result)]
+        finite = result.elements - result.nan - result.positive_infinity - result.negative_infinity
+        result.edges, result.counts = [float(low), float(high)], [finite]
         return
     for numbers in pieces:
         doubles = numbers.astype(np.float64)
@@ -119,10 +120,6 @@ def _fill_histogram(result: Statistics, pieces: Iterator[NDArray[np.generic]]) -
     shares = [i / bins for i in range(bins + 1)]
     result.edges = [2 * (float(low) / 2 * (1 - share) + float(high) / 2 * share) for share in shares]
     result.counts = counts.tolist()
-
-
-def _not_finite(result: Statistics) -> int:
-    return result.nan + result.positive_infinity + result.negative_infinity
 
 
 def _pieces(reader: CheckpointReader, key: str, done: Counter) -> Iterator[NDArray[np.generic]]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.rearrange.geometry import Place
-from shardopt.checkpoint.rearrange.notation import Axes, Found, infer, renamed_path, size_of
+from shardopt.checkpoint.rearrange.notation import Found, infer, renamed_path, size_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule
 from shardopt.errors import MismatchError, Problem
 from shardopt.state.paths import Path
@@ -237,7 +237,9 @@ class _Binder:
                 yield unequal(other, keys[0], str(self._rule))
                 return
         for member, shape in self._parameter.items():  # which tell the sizes of axes that new names have
-            for item, size in zip(self._axes_of(member.tensor, len(shape)).items, shape, strict=False):
+            axes = self._rule.old_axes[member.tensor]
+            axes = axes.with_rest(max(len(shape) - len(axes.items) + 1, 0))
+            for item, size in zip(axes.items, shape, strict=False):
                 infer(item, size, self._sizes)
         unknown = self._unknown({axis for name in self._rule.new_names for axis in self._rule.axes_in(name)}, keys[0])
         if unknown:
@@ -329,10 +331,6 @@ class _Binder:
             if axes.has_rest:
                 return max(len(self._manifest.tensors[key].layout.shape) - len(axes.items) + 1, 0)
         return 0
-
-    def _axes_of(self, tensor: int, ndim: int) -> Axes:
-        axes = self._rule.old_axes[tensor]
-        return axes.with_rest(max(ndim - len(axes.items) + 1, 0))
 
     def _infer_sizes(self) -> Problem | None:
         """Computes the sizes of axes from stored shapes; returns a problem if these do not fit the rule."""

@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -297,11 +298,7 @@ class Name:
 def _begins(key: str, path: Path) -> list[int]:
     if len(path) == 1:
         return [0, *(i + 1 for i, character in enumerate(key) if character == ".")]
-    begins, at = [], 0
-    for part in path:
-        begins.append(at)
-        at += len(str(part)) + 1
-    return begins
+    return [*accumulate((len(str(part)) + 1 for part in path[:-1]), initial=0)]
 
 
 def _ends(key: str, begin: int, begins: Sequence[int], is_flat: bool) -> list[int]:
