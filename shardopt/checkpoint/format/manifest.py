@@ -21,7 +21,7 @@ from shardopt.checkpoint.format.constants import (
 )
 from shardopt.checkpoint.format.values import Values, decode_each, encode_each, encode_path, pack
 from shardopt.errors import Problem, StateError
-from shardopt.sharding.box import Box, grid_cuts
+from shardopt.sharding.box import Box, grid_cuts, whole
 from shardopt.state.paths import Path
 from shardopt.state.values import encode_value
 
@@ -69,6 +69,12 @@ class StoredLayout:
     boxes: tuple[Box, ...]
     files: tuple[int, ...]
     entries: tuple[StoredEntry, ...] = ()
+
+    @staticmethod
+    def in_one_box(shape: Sequence[int], file: int) -> StoredLayout:
+        """Returns the layout of a tensor that one file has as a whole."""
+        box = whole(shape)
+        return StoredLayout(box.sizes, (box,), (file,))
 
     @property
     def size(self) -> int:

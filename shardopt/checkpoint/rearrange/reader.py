@@ -107,7 +107,7 @@ class RearrangedReader(CheckpointReader):
                 tensors[new] = old._replace(path=path, tied_to=tied_to)
             elif new in bound.tensors:
                 made = bound.tensors[new]
-                layout = layouts.setdefault(made.shape, StoredLayout(made.shape, (whole(made.shape),), (0,)))
+                layout = layouts.setdefault(made.shape, StoredLayout.in_one_box(made.shape, 0))
                 tensors[new] = StoredTensor(path, made.dtype, layout)
         values = {
             new: (path, stored.values[bound.keys[new]][1])

@@ -175,8 +175,7 @@ def with_shapes(manifest: Manifest, states: Mapping[str, RowState]) -> Manifest:
     """Returns a manifest in which state of rows, by its key there, has the app's shapes."""
     tensors = StoredTensors(manifest.tensors)
     for key, state in states.items():
-        layout = StoredLayout(state.shape, (whole(state.shape),), (0,))
-        tensors[key] = tensors[key]._replace(layout=layout)
+        tensors[key] = tensors[key]._replace(layout=StoredLayout.in_one_box(state.shape, 0))
     return replace(manifest, tensors=tensors)
 
 

@@ -25,7 +25,6 @@ from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
-from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
@@ -70,8 +69,7 @@ class _TensorsInValues(ArchivedTensors):
     def add(self, key: str, path: Path, record: TensorRecord, number: int) -> StoredTensor:
         """Adds a tensor; returns it as a stored tensor in the file of this number."""
         self._records[key] = record
-        layout = StoredLayout(record.sizes, (whole(record.sizes),), (number,))
-        return StoredTensor(path, record.dtype, layout)
+        return StoredTensor(path, record.dtype, StoredLayout.in_one_box(record.sizes, number))
 
 
 class DcpSource(Source):

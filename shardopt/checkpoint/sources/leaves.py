@@ -20,7 +20,6 @@ from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.sources.pickled.torch_archive import TensorRecord
 from shardopt.checkpoint.sources.reading.open_file import ComputedFile, Form
 from shardopt.checkpoint.storage import Span, Storage
-from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Index, Path
 
 
@@ -107,8 +106,7 @@ class HeldArrays(ComputedFile):
         begin = len(self._bytes)
         self._bytes += tensor.numpy().tobytes()
         self._places[key] = begin, len(self._bytes)
-        shape = tuple(tensor.shape)
-        return StoredTensor(path, stored_dtype(tensor.dtype, key), StoredLayout(shape, (whole(shape),), (number,)))
+        return StoredTensor(path, stored_dtype(tensor.dtype, key), StoredLayout.in_one_box(tensor.shape, number))
 
     def digest_of(self, key: str) -> str:
         """Returns the digest of an array's bytes."""

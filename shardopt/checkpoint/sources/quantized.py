@@ -26,7 +26,6 @@ from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
-from shardopt.sharding.box import whole
 
 _CONFIG_NAME = "config.json"
 _SCALE_DTYPES = {
@@ -92,7 +91,7 @@ class DequantizedSource(Source):
         for number, each in enumerate(by_file.values(), len(manifest.files)):
             for key, (_, _, dtype, sizes, order, _) in each.items():
                 shape = tuple(sizes[order.index(dim)] for dim in range(len(sizes)))
-                tensors[key] = StoredTensor((key,), dtype, StoredLayout(shape, (whole(shape),), (number,)))
+                tensors[key] = StoredTensor((key,), dtype, StoredLayout.in_one_box(shape, number))
         self.digest = xxhash.xxh3_64_hexdigest(f"{stored.digest}\0{sorted(weights.items())}".encode())
         files = tuple(DataFile(file.name, 0, "") for file in self._files)
         self.manifest = replace(manifest, save_id=self.digest, files=(*manifest.files, *files), tensors=tensors)

@@ -25,7 +25,6 @@ from shardopt.checkpoint.sources.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
-from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.values import canonical, encode_value
 from shardopt.state.versions import VERSION, Version, merged, saved_form
@@ -139,7 +138,8 @@ class TorchSource(Source):
                     raise damaged(f"{file.where}: {key}", "two entries of this name")
                 if isinstance(leaf, TensorRecord):
                     tied_to = stored_at.setdefault((leaf.begin, leaf.sizes, leaf.strides, leaf.dtype), key)
-                    layout = tensors[tied_to].layout if tied_to in tensors else _in_one_box(leaf, number)
+                    is_first = tied_to not in tensors
+                    layout = StoredLayout.in_one_box(leaf.sizes, number) if is_first else tensors[tied_to].layout
                     tensors[key] = StoredTensor(path, leaf.dtype, layout, tied_to if tied_to != key else None)
                     view = leaf.sizes, leaf.strides, leaf.begin - leaf.storage_begin  # of the storage with this CRC32
                     digest.update(f"{key}\0{file.sum_of(leaf)}\0{leaf.dtype.name}\0{view}\0".encode())
@@ -191,7 +191,3 @@ def _by_place(
     for part, child in node.items():
         if isinstance(child, dict):
             yield from _by_place(child, (*path, part), noted)
-
-
-def _in_one_box(record: TensorRecord, number: int) -> StoredLayout:
-    return StoredLayout(record.sizes, (whole(record.sizes),), (number,))

@@ -15,7 +15,6 @@ from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.ties import names_to_leave_out, second_names
 from shardopt.errors import LayoutError, MismatchError, Problem
-from shardopt.sharding.box import whole
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -124,8 +123,7 @@ def _manifest(weights: Mapping[str, Told]) -> Manifest:
     tensors = StoredTensors()
     for name, each in weights.items():
         shape, dtype, _ = ((), "uint8", None) if each is None else each  # nobody asks for that of others
-        box = whole(shape)
-        tensors[name] = StoredTensor((name,), DTYPES[dtype], StoredLayout(box.sizes, (box,), (0,)))
+        tensors[name] = StoredTensor((name,), DTYPES[dtype], StoredLayout.in_one_box(shape, 0))
     return Manifest("", 1, (), tensors)
 
 
