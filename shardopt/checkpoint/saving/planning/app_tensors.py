@@ -74,19 +74,26 @@ def check_optimizers(flat: FlatState) -> None:
             (join(each.path), cast(Optimizer, each.object)) for each in half_changed if saved[each.path]
         )
     modules = [each for each in flat.targets if isinstance(each.object, Module)] if optimizers else []
-    owned = {id(each) for module in modules for each in module.state.values() if isinstance(each, Parameter)}
+    owned: dict[int, str] = {}  # parameters, and their plain names; "" for one that has several
+    for module in modules:
+        for part, tensor in module.state.items():
+            if isinstance(tensor, Parameter):
+                name = module.plain_names.get(part, part)
+                owned[id(tensor)] = name if owned.get(id(tensor), name) == name else ""
     places: dict[int, tuple[str, ...]] = {}
     strange = []
+    named: list[tuple[Path, Mapping[str, Tensor]]] = []  # the parameters of keyed optimizers
     for each in optimizers:
         optimizer: Any = each.object
+        params = (getattr(child, "params", None) for child in children_of(optimizer))
+        named += [(each.path, own) for own in params if isinstance(own, Mapping)]
         if hasattr(optimizer, "unshared_tensors"):
             places |= {id(tensor): place for place, own in optimizer.unshared_tensors() for tensor in own}
         stepped = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         refuse_swapped(_SAVE_IN_SWAP, stepped)
-        if modules and not owned.issuperset(map(id, stepped)):
+        if modules and not owned.keys() >= set(map(id, stepped)):
             strange.append(each)
-    named = {each.path: _params_of_keyed(each.object) for each in optimizers}
-    if strange or any(named.values()):
+    if strange or any(owned.get(id(tensor)) != name for _, own in named for name, tensor in own.items()):
         parameters = {join(each.path): _parameters_of(each) for each in modules}
         if strange:
             _refuse_parts(strange, modules)
@@ -223,21 +230,15 @@ def _strange(
     return Problem(key, foreign, "the model's own parameters", _REMEDY)
 
 
-def _params_of_keyed(optimizer: Any) -> list[Mapping[str, Tensor]]:
-    """Returns the parameters by name of a keyed optimizer, or of those that it combines."""
-    params = (getattr(child, "params", None) for child in children_of(optimizer))
-    return [each for each in params if isinstance(each, Mapping)]
-
-
 def _refuse_moved(
-    optimizers: Mapping[Path, Sequence[Mapping[str, Tensor]]], modules: Mapping[str, Mapping[str, Tensor]]
+    optimizers: Sequence[tuple[Path, Mapping[str, Tensor]]], modules: Mapping[str, Mapping[str, Tensor]]
 ) -> None:
     """Raises StateError for keyed optimizers whose parameters have changed places in a module among themselves.
 
     Names that are meant otherwise, as of a slice of a ModuleList, which begin at 0 again, are those of others, too.
     """
     problems = []
-    for path, named in ((path, each) for path, all_named in optimizers.items() for each in all_named):
+    for path, named in optimizers:
         for module, own in modules.items():
             moved = [name for name, tensor in named.items() if own.get(name, tensor) is not tensor]
             if moved and {id(named[name]) for name in moved} == {id(own[name]) for name in moved}:
@@ -353,12 +354,16 @@ def _modules_within(target: object) -> Iterator[Module]:
             yield from (each for each in values if isinstance(each, Module))
 
 
+def places_of(tensor: Tensor) -> list[tuple[torch.device, int]]:
+    """Returns where the elements of a tensor begin in memory; nothing of one without a place, such as a sparse one."""
+    return [_place(each) for each in _locals(tensor) if address_of(each)]
+
+
 def _memory(tensor: Tensor) -> Any:
     """Returns where a tensor's memory on this rank begins, also without elements; its number where it has none."""
-    here = _locals(tensor)
-    own = next((_place(each) for each in here if address_of(each)), None)
     # Of a shard without elements by its storage, which a detached one has too, and whose number is the same for life.
-    return own or next(((id(each.untyped_storage()), int(each.storage_offset())) for each in here), id(tensor))
+    storages = ((id(each.untyped_storage()), int(each.storage_offset())) for each in _locals(tensor))
+    return next(iter(places_of(tensor)), None) or next(storages, id(tensor))
 
 
 def _locals(tensor: Tensor) -> list[Tensor]:

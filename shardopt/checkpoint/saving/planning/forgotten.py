@@ -52,42 +52,38 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     Args:
         members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
     """
-    saved = flat.saved_targets()
+    saved, lines = flat.saved_targets(), list[str]()
     optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
     if scheduled := {join(path): each for path, each in optimizers if each not in _seen and is_scheduled(each)}:
-        _tell_of_forgotten_schedules(scheduled, flat, members)
+        lines += _forgotten_schedules(scheduled, flat)
     others = [each for each in saved if not isinstance(each.object, PartialStateful)]
     if others := [each for each in others if isinstance(each.object, Optimizer)]:
-        _tell_of_states_without_group(others, flat, members)
-        _tell_of_inner_optimizers(others, flat, members)
+        lines += [*_states_without_group(others, flat), *_inner_optimizers(others, flat)]
         note_rates(others)
     if are_noted():
-        _tell_of_forgotten_companions(optimizers, flat, members)
+        lines += _forgotten_companions(optimizers, flat)
     if optimizers and (samplers := [each for each in samplers_in_loops() if each not in _told_of]):
-        _tell_of_forgotten_positions(samplers, flat, members)
+        lines += _forgotten_positions(samplers, flat)
     if empty := [each for each in saved if not each.state]:
-        _tell_of_unsaved_metrics(empty, members)
+        lines += _unsaved_metrics(empty)
+    if lines and (not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])):
+        for line in lines:
+            _log.warning("%s", line)
 
 
-def _tell_of_forgotten_schedules(
-    scheduled: Mapping[str, Optimizer], flat: FlatState, members: Sequence[int] | None
-) -> None:
-    """Logs a warning if no schedule is saved of optimizers that have one; once for each optimizer."""
+def _forgotten_schedules(scheduled: Mapping[str, Optimizer], flat: FlatState) -> Iterator[str]:
+    """Yields a line if no schedule is saved of optimizers that have one; once for each optimizer."""
     _seen.update(scheduled.values())
-    if not _is_first(members) or _has_schedule(flat):
-        return
-    _log.warning(
-        "a schedule sets the rates of %s, and none is in the app: a resumed run would begin it anew. Add it "
-        '({"schedule": schedule}), or make it in a resumed run with last_epoch= the steps that it had made, less one '
-        "[optimizer-state]",
-        ", ".join(scheduled),
-    )
+    if not _has_schedule(flat):
+        yield (
+            f"a schedule sets the rates of {', '.join(scheduled)}, and none is in the app: a resumed run would begin "
+            'it anew. Add it ({"schedule": schedule}), or make it in a resumed run with last_epoch= the steps that it '
+            "had made, less one [optimizer-state]"
+        )
 
 
-def _tell_of_forgotten_companions(
-    optimizers: Sequence[tuple[Path, Optimizer]], flat: FlatState, members: Sequence[int] | None
-) -> None:
-    """Logs a warning, once for each, of averages, scalers and plateau schedules that the app lacks."""
+def _forgotten_companions(optimizers: Sequence[tuple[Path, Optimizer]], flat: FlatState) -> Iterator[str]:
+    """Yields a line for each of averages, scalers and plateau schedules that the app lacks."""
     there = {id(each.object) for each in flat.targets}
     lacking = [
         (path, companion, mark)
@@ -102,57 +98,45 @@ def _tell_of_forgotten_companions(
             continue
         _told_of.add(companion)
         others = [target.path for target in flat.targets if isinstance(companion, type(target.object))]
-        if _is_first(members) and not _has_state(flat, mark, others):
-            _log.warning(
-                "%s goes along with %s, and is not in the app: a resumed run would begin it anew. Add it under a key "
-                "of its own [optimizer-state]",
-                *(type(companion).__name__, join(path)),
+        if not _has_state(flat, mark, others):
+            yield (
+                f"{type(companion).__name__} goes along with {join(path)}, and is not in the app: a resumed run would "
+                "begin it anew. Add it under a key of its own [optimizer-state]"
             )
 
 
-def _tell_of_forgotten_positions(samplers: Sequence[Any], flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, of samplers in whose loops this save is, if the app has none."""
+def _forgotten_positions(samplers: Sequence[Any], flat: FlatState) -> Iterator[str]:
+    """Yields a line for samplers in whose loops this save is, if the app has none."""
     objects = [*(each.object for each in flat.targets), *_attributes_in(flat)]
     if any(isinstance(each, ResumableSampler) for each in objects):
         return
     _told_of.update(samplers)
-    if _is_first(members) and not _has_state(flat, "position"):
-        _log.warning(
+    if not _has_state(flat, "position"):
+        yield (
             "this is a save within a loop over the batches of a sampler, and the app has no position in the data: a "
             'resumed run would see the first samples again. Add the sampler, or its loader ({"data": sampler}) '
             "[data-position]"
         )
 
 
-def _is_first(members: Sequence[int] | None) -> bool:
-    """Whether this is the first of the ranks that save; `members` as for `tell_of_what_is_lost`."""
-    return not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])
-
-
-def _tell_of_states_without_group(
-    others: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None
-) -> None:
-    """Logs a warning, once for each optimizer that saves state of a parameter in no group."""
+def _states_without_group(others: Sequence[RestoreTarget], flat: FlatState) -> Iterator[str]:
+    """Yields a line for each optimizer that saves state of a parameter in no group."""
     for each in others:
         optimizer: Any = each.object
         if optimizer in _told or each.held_names is None:
             continue
         roots = [(*each.path, STATE, name) for name in _with_state_in_no_group(optimizer)]
         saved = [join(root) for root in roots if any(is_below(leaf.path, root) for leaf in flat.leaves.values())]
-        if not saved:
-            continue
-        _told.add(optimizer)
-        if _is_first(members):
-            _log.warning(
-                "%s is saved, but a new optimizer has no place for it before its first step, so that a restore will "
-                "refuse it. Of a warm-up of torchrec's: use %s [optimizer-state]",
-                ", ".join(saved),
-                SHARDOPTS_WARM_UP,
+        if saved:
+            _told.add(optimizer)
+            yield (
+                f"{', '.join(saved)} is saved, but a new optimizer has no place for it before its first step, so that "
+                f"a restore will refuse it. Of a warm-up of torchrec's: use {SHARDOPTS_WARM_UP} [optimizer-state]"
             )
 
 
-def _tell_of_inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState, members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, of an optimizer in another (of SAM) that does not save its state."""
+def _inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState) -> Iterator[str]:
+    """Yields a line for each optimizer in another (of SAM) that does not save its state."""
     for each in others:
         outer = each.object
         if isinstance(getattr(outer, "params", None), Mapping):
@@ -161,16 +145,15 @@ def _tell_of_inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState, 
             if not isinstance(inner, Optimizer) or inner in _told or not (tensors := _tensors_of(inner)):
                 continue
             _told.add(inner)
-            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()) and _is_first(members):
-                _log.warning(
-                    "%s.%s has state, which that optimizer does not save: a resume would begin it anew. Add it to the "
-                    'app under a key of its own ({"inner": optimizer.%s}) [optimizer-state]',
-                    *(join(each.path), name, name),
+            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()):
+                yield (
+                    f"{join(each.path)}.{name} has state, which that optimizer does not save: a resume would begin it "
+                    f'anew. Add it to the app under a key of its own ({{"inner": optimizer.{name}}}) [optimizer-state]'
                 )
 
 
-def _tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[int] | None) -> None:
-    """Logs a warning, once for each, if objects without anything in their state are metrics.
+def _unsaved_metrics(empty: Sequence[RestoreTarget]) -> Iterator[str]:
+    """Yields a line for objects without anything in their state that are metrics, once for each.
 
     Metrics within a module of the program's own may be meant to begin anew; those that somebody has put into the app
     are not, also in torch's containers of modules.
@@ -181,12 +164,11 @@ def _tell_of_unsaved_metrics(empty: Sequence[RestoreTarget], members: Sequence[i
         if isinstance(each.object, Module) and id(each.object) not in _seen_metrics and _is_or_lists_metric(each.object)
     }
     _seen_metrics.update((id(module), module) for module in new.values())
-    if new and _is_first(members):
-        _log.warning(
-            "nothing of %s is saved, as no state of the metric is persistent: a resumed run would begin it anew. Call "
-            "its persistent(True) before saves and loads, and on several ranks, as each counts for itself, put "
-            "PerRank(dict(metric.state_dict())) into the app; or leave it out [cannot-store]",
-            ", ".join(new),
+    if new:
+        yield (
+            f"nothing of {', '.join(new)} is saved, as no state of the metric is persistent: a resumed run would begin "
+            "it anew. Call its persistent(True) before saves and loads, and on several ranks, as each counts for "
+            "itself, put PerRank(dict(metric.state_dict())) into the app; or leave it out [cannot-store]"
         )
 
 
