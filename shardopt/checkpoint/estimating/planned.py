@@ -82,12 +82,11 @@ def plan_save(
 
     def merge(reports: Sequence[Any]) -> dict[str, Any]:
         of_files, states = zip(*reports, strict=True)
-        values, _, _ = planning.judge(states)
+        values, frozen, _, _ = planning.judge(states)
         plan = planning.planned.plan
         began = world().monotonic()
         for _ in range(2):  # at the second time as in later saves: what does not change is kept
             began = world().monotonic()
-            frozen = tuple(description.frozen)
             _, data[0] = make_manifest(NO_ID, plan, values, of_files, seconds=_SECONDS, frozen=frozen)
         return {
             "bytes": [sum(nbytes for _, nbytes, _ in of_rank) for of_rank in of_files],

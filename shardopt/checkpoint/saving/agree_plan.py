@@ -53,14 +53,6 @@ PlanCache = dict[tuple[str, int], KeptPlan]
 """Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank of this process."""
 
 
-class Planned(NamedTuple):
-    """The plan of this save, this rank's writes in it, and, on rank 0, the job's plain values once they are known."""
-
-    plan: SavePlan
-    writes: RankWrites
-    values: Values | None
-
-
 class _Report(NamedTuple):
     """The report of a rank to rank 0 in the first round.
 
@@ -171,17 +163,18 @@ class Planning:
 
     Attributes:
         description: this rank's state; replaced where what is written is a copy of it.
-        planned: the plan, once there is one.
+        planned: the plan of this save, once there is one.
     """
 
     description: Description
     comparison: Comparison
-    planned: Planned
+    planned: KeptPlan
 
     def __init__(self, ranks: Ranks, call: Call, plans: PlanCache) -> None:
         self._ranks, self._call, self._cache = ranks, call, plans
         self._plans = dict(plans)  # which stay until this save ends, as they were reported
         self._geometry = ""  # the fingerprint of what this rank describes
+        self._values: Values | None = None  # of the job, on rank 0, once they are known
 
     def report_state(self, description: Description) -> _Report:
         """Reports this rank's state to rank 0, as JSON."""
@@ -212,66 +205,64 @@ class Planning:
         Raises:
             ShardoptError: what ranks describe does not fit together. All ranks raise.
         """
-        self.comparison, place = comparison, (comparison.job, self._ranks.rank)
-        values: Values | None = None if comparison.value_ranks else self.description.values
+        self.comparison = comparison
+        self._values = None if comparison.value_ranks else self.description.values
         try:
             if not comparison.kept or comparison.drifted or comparison.buffers:
-                values = self._make_plan(values)
+                self._make_plan()
         except ShardoptError:
             raise  # of a round, or derived from the results of one: all ranks raise it
         except BaseException as error:
             return error
-        self.planned = Planned(self._plans[place].plan, self._plans[place].writes, values)
+        self.planned = self._plans[comparison.job, self._ranks.rank]
         return None
 
-    def _make_plan(self, values: Values | None) -> Values | None:
-        """Adds the plan of this save, after the check for drift; returns the plain values."""
+    def _make_plan(self) -> None:
+        """Adds the plan of this save, after the check for drift."""
         comparison, rank, plans = self.comparison, self._ranks.rank, self._plans
         plan = plans[comparison.job, rank].plan if comparison.kept else None
         if plan is None and comparison.kinds:
-            plan, values = self._exchange_geometry()
+            plan, self._values = self._exchange_geometry()
         elif plan is None:
             geometry = geometry_of(self.description, self._ranks.size)
             check_covers(geometry.members)
         guessed = [kept for (_, of_rank), kept in plans.items() if of_rank == rank and kept.described == self._geometry]
         members = guessed[-1].plan.geometry.members if guessed else {}
         if comparison.drifted:
-            self._look_into(refuse_drifted, comparison.drifted, members)
+            self.look_into(refuse_drifted, comparison.drifted, members)
         if comparison.buffers:
-            self._look_into(tell_buffers, comparison.buffers, members)
+            self.look_into(tell_buffers, comparison.buffers, members)
         if not comparison.kept:
             plan = plan or SavePlan(geometry, self._ranks.size, self.description.check_replicas == "all")
             writes = RankWrites(plan, rank, self.description.views)
             plans[comparison.job, rank] = self._cache[comparison.job, rank] = KeptPlan(plan, writes, self._geometry)
             for oldest in list(self._cache)[:-_MOST_KEPT]:
                 self._cache.pop(oldest, None)
-        return values
 
-    def report(self) -> tuple[Any, dict[str, str]] | None:
-        """Reports what rank 0 must judge beside the written files: plain values, hashes of replicas; None for none."""
-        comparison, contents = self.comparison, dict[str, str]()
+    def report(self) -> tuple[Any, dict[str, str], Sequence[str]] | None:
+        """Reports what rank 0 must judge beside the written files; None for nothing.
+
+        That is plain values, hashes of replicas and, by the first rank of each kind, the frozen parameters.
+        """
+        comparison, rank, contents = self.comparison, self._ranks.rank, dict[str, str]()
         values: dict[str, Any] | None = None
         # Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
-        if self._ranks.rank in comparison.value_ranks and (comparison.kept or not comparison.kinds):
+        if rank in comparison.value_ranks and (comparison.kept or not comparison.kinds):
             values = self.description.values_json()
         # Before, ranks of one kind were compared; which ranks of other kinds have replicas too only the plan knows.
         if not comparison.compared:
             contents = self._summary(self.planned.plan.geometry.members)
-        return (values, contents) if values is not None or contents else None
-
-    def frozen(self) -> Sequence[str]:
-        """Returns this rank's frozen parameters if it is to report them: the first rank of each kind."""
-        if not self.description.frozen or self._ranks.rank == 0:
-            return self.description.frozen
-        kinds = unpack_kinds(self.comparison.kinds) if self.comparison.kinds else []
-        return self.description.frozen if any(kind[0] == self._ranks.rank for kind in kinds) else ()
+        frozen = self.description.frozen
+        if frozen and rank and rank not in [kind[0] for kind in unpack_kinds(comparison.kinds)]:
+            frozen = ()
+        return (values, contents, frozen) if values is not None or contents or frozen else None
 
     def per_rank(self) -> bytes | None:
         """Returns the values that this rank has for itself, encoded; None if no rank has any."""
         return json.dumps(self.description.own_values).encode() if self.planned.plan.geometry.per_rank else None
 
-    def judge(self, reports: Sequence[Any]) -> tuple[Values, list[str], list[str]]:
-        """Returns the job's plain values, the groups of replicas that differ, and those of buffers to report.
+    def judge(self, reports: Sequence[Any]) -> tuple[Values, tuple[str, ...], list[str], list[str]]:
+        """Returns plain values and frozen parameters of the job, and groups of replicas, and of buffers, that differ.
 
         On rank 0, of all ranks' reports.
 
@@ -279,33 +270,31 @@ class Planning:
             StateError: plain values differ.
         """
         said = {rank: report for rank, report in enumerate(reports) if report is not None}
-        drifted, buffers = _apart([contents for _, contents in said.values()]) if said else ([], [])
-        if self.planned.values is not None:
-            return self.planned.values, drifted, buffers
-        values = {rank: values for rank, (values, _) in said.items() if values is not None}
-        return merge_values(values, self.planned.plan.geometry), drifted, buffers
+        drifted, buffers = _apart([contents for _, contents, _ in said.values()]) if said else ([], [])
+        frozen = tuple(dict.fromkeys(key for _, _, keys in said.values() for key in keys))
+        values = self._values
+        if values is None:
+            differing = {rank: values for rank, (values, _, _) in said.items() if values is not None}
+            values = merge_values(differing, self.planned.plan.geometry)
+        return values, frozen, drifted, buffers
 
-    def refuse_drifted(self, drifted: Sequence[str]) -> None:
-        """Raises StateError that names the differing replicas of these groups. Collective."""
-        self._look_into(refuse_drifted, drifted, self.planned.plan.geometry.members)
+    def look_into(
+        self,
+        look: Callable[[Ranks, Call, Groups, Sequence[str]], None],
+        groups: Sequence[str],
+        members: Mapping[str, Member] | None = None,
+    ) -> None:
+        """Refuses or tells of (`look`) the differing replicas of these groups. Collective.
 
-    def tell_buffers(self, buffers: Sequence[str]) -> None:
-        """Logs once which buffers of these groups differ. Collective."""
-        self._look_into(tell_buffers, buffers, self.planned.plan.geometry.members)
+        Args:
+            members: by which all ranks have made their groups; None for those of the plan.
+        """
+        state, members = self.description, self.planned.plan.geometry.members if members is None else members
+        look(self._ranks, self._call, groups_of(state.contents, state.views, members, state.buffers), groups)
 
     def _summary(self, members: Mapping[str, Member]) -> dict[str, str]:
         state = self.description
         return summary_of(state.contents, state.views, members, state.buffers)
-
-    def _look_into(
-        self,
-        look: Callable[[Ranks, Call, Groups, Sequence[str]], None],
-        groups: Sequence[str],
-        members: Mapping[str, Member],
-    ) -> None:
-        state = self.description
-        own = groups_of(state.contents, state.views, members, state.buffers)
-        look(self._ranks, self._call, own, groups)
 
     def _exchange_geometry(self) -> tuple[SavePlan, Values]:
         """Returns the plan of this rank's component (on rank 0, of the job); on rank 0 also the job's plain values."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.metrics import first_given, numbers_of
@@ -26,6 +25,7 @@ from shardopt.checkpoint.saving.commit import SaveTarget, make_manifest
 from shardopt.checkpoint.saving.hosts_target import HostsTarget
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.planning.describe import Description, describe
+from shardopt.checkpoint.saving.planning.drift import refuse_drifted, tell_buffers
 from shardopt.checkpoint.saving.planning.forgotten import tell_of_what_is_lost
 from shardopt.checkpoint.saving.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites
@@ -234,11 +234,11 @@ def save_described(
         written, committed = ranks.agree(
             call,
             work=write,
-            report=lambda written: [written.files, written.parts, planning.report(), here.metrics, planning.frozen()],
+            report=lambda written: [written.files, written.parts, planning.report(), here.metrics],
             decide=lambda reports: _commit(target, save_id, planning, reports, options, begin),
         )
         if committed["drifted"]:
-            planning.refuse_drifted(committed["drifted"])
+            planning.look_into(refuse_drifted, committed["drifted"])
         if committed["published"] is not None:
             target.settle(call, committed["published"])
     except BaseException:
@@ -246,7 +246,7 @@ def save_described(
         raise
     if committed["buffers"]:
         with suppress(RankError):  # committed it is; the next call says who is lost
-            planning.tell_buffers(committed["buffers"])
+            planning.look_into(tell_buffers, committed["buffers"])
     end = world().monotonic()
     return SaveReport(
         url=target.url,
@@ -327,9 +327,9 @@ def _commit(
     begin: float,
 ) -> dict[str, Any]:
     """Commits the files that all ranks report, unless replicas have drifted; on rank 0."""
-    files, parts, states, given, frozen = zip(*reports, strict=True)
+    files, parts, states, given = zip(*reports, strict=True)
     metrics = first_given(given)
-    values, drifted, buffers = planning.judge(states)
+    values, frozen, drifted, buffers = planning.judge(states)
     if drifted:
         return {"drifted": drifted, "buffers": []}
     plan, geometry = planning.planned.plan, planning.planned.plan.geometry
@@ -346,7 +346,7 @@ def _commit(
         unchanged=unchanged,
         seconds=world().monotonic() - begin,
         renamed=options.renamed,
-        frozen=tuple(dict.fromkeys(chain.from_iterable(frozen))),
+        frozen=frozen,
     )
     with wrap_os_errors(f"commit {target.storage.url}"):
         published = target.publish(manifest, data)
