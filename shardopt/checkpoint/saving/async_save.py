@@ -247,9 +247,7 @@ class AsyncSaver:
                 shares = all_shares if ranks.size > 1 else None
                 offsets, members = self._offsets, ranks.job_numbers
                 staging = Staging(app, memory, lazily, members, tied, select, shares, check_replicas, offsets)
-            hold_steps(staging.optimizers, pending, self._hooks)
-            for module in () if staging.optimizers else staging.modules:
-                pending.hold_owner(module)
+            hold_steps(staging.optimizers, staging.modules, pending, self._hooks)
             if options.refused is not None:
                 raise options.refused
             if staging.is_lazy:
@@ -260,9 +258,8 @@ class AsyncSaver:
                 with suppress(Exception):  # not even `flatten` may have worked
                     found = [*_objects_in(app)]
                     optimizers = [each for each in found if isinstance(each, Optimizer) and is_constructed(each)]
-                    hold_steps(optimizers, pending, self._hooks)
-                    for module in () if optimizers else [each for each in found if isinstance(each, Module)]:
-                        pending.hold_owner(module)
+                    modules = [each for each in found if isinstance(each, Module)]
+                    hold_steps(optimizers, modules, pending, self._hooks)
             return error
 
     def _refuse_second(self, ranks: Ranks, call: Call) -> None:

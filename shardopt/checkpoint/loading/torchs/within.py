@@ -26,11 +26,8 @@ def torchs_within(
         target, keys, manifest, tied, saved_as: as for `torchs_state`.
     """
     optimizer, params = target.object, getattr(target.object, "params", None)
-    if (
-        not isinstance(optimizer, Optimizer)
-        or isinstance(optimizer, PartialStateful)
-        or not isinstance(params, Mapping)
-    ):
+    is_others = isinstance(optimizer, Optimizer) and not isinstance(optimizer, PartialStateful)
+    if not is_others or not isinstance(params, Mapping):
         return []
     names = {id(parameter): name for name, parameter in params.items()}
     stored = stored_state(target, keys, manifest, {tied.get(name, name): name for name in params})

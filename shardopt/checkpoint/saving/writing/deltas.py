@@ -125,7 +125,7 @@ def _built_of_rows(
     size, word, segments = row_bytes(request), word_bytes(request.dtype.safetensors or ""), _Segments(memory, request)
     if len(rows) * size > budget:
         return None
-    changed = segments.changed_since(stored.checksums)
+    changed = [*segments.changed_since(stored.checksums)]
     builder = DeltaBuilder(request.nbytes, word)
     for run in _runs(changed):
         begin, end = segments.bounds[run[0]][0], segments.bounds[run[-1]][1]
@@ -133,7 +133,7 @@ def _built_of_rows(
         builder.add_rows(run[0], here, size // word, begin // word, memory.read(begin, end))
     if builder.nbytes > budget or not np.array_equal(builder.segments, changed):
         return None
-    return builder.build(stored.checksums, segments.checksums)
+    return builder.build(stored.checksums, memory.checksums)
 
 
 def _built_from_bytes(
@@ -173,39 +173,30 @@ def _compared(
         return builder
 
     # One changed segment first: where most of it has changed, the others need not be looked at.
-    sample = segments.first_changed_since(before)
+    sample = next(segments.changed_since(before), None)
     if sample is None:
         return None, b""
     if len(segments.bounds) > 1 and compared([[sample]], budget * SEGMENT_BYTES // changed_bytes) is None:
         return None, b""
-    return compared(_runs(segments.changed_since(before)), budget), segments.checksums
+    return compared(_runs(segments.changed_since(before)), budget), memory.checksums
 
 
 class _Segments:
-    """The segments of a box in memory, and their checksums."""
+    """The segments of a box in memory."""
 
     def __init__(self, memory: TensorBytes, request: WriteRequest) -> None:
         nbytes = request.nbytes
         self._memory = memory
         self.bounds = [(begin, min(begin + SEGMENT_BYTES, nbytes)) for begin in range(0, nbytes, SEGMENT_BYTES)]
 
-    @property
-    def checksums(self) -> bytes:
-        return b"".join(self._memory.digest(*each) for each in self.bounds)
-
-    def first_changed_since(self, before: bytes) -> int | None:
-        return next(self._changed_since(before), None)
-
-    def changed_since(self, before: bytes) -> list[int]:
-        return list(self._changed_since(before))
-
-    def _changed_since(self, before: bytes) -> Iterator[int]:
+    def changed_since(self, before: bytes) -> Iterator[int]:
+        """Yields the numbers of those that have other checksums."""
         return (i for i, each in enumerate(self.bounds) if self._memory.digest(*each) != before[8 * i : 8 * i + 8])
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[Sequence[int]]:
+def _runs(found: Iterable[int]) -> Iterator[Sequence[int]]:
     """Yields adjacent numbers, a few at a time."""
-    begin = 0
+    numbers, begin = [*found], 0
     for i in range(1, len(numbers) + 1):
         if i == len(numbers) or numbers[i] != numbers[i - 1] + 1 or i - begin == _READ_SEGMENTS:
             yield numbers[begin:i]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -110,14 +110,11 @@ class PendingSave:
         self._set_reported()
         return self.failure
 
-    def hold(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer that is saved."""
-        self.optimizers.add(optimizer)
-        self._parameters += map(ref, _parameters_of([optimizer]))
-        self.hold_owner(optimizer)
-
-    def hold_owner(self, owner: Optimizer | Module) -> None:
-        """Notes an object by which later saves of the run are known, also on ranks where it has no element."""
+    def hold(self, owner: Optimizer | Module) -> None:
+        """Notes an object that is saved, by which later saves of the run are known, also where it has no element."""
+        if isinstance(owner, Optimizer):
+            self.optimizers.add(owner)
+            self._parameters += map(ref, _parameters_of([owner]))
         self._owners.append(ref(owner))
         self.is_of_any = False
 
@@ -213,15 +210,20 @@ class PendingSave:
             self.raise_failure()
 
 
-def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: list[RemovableHandle]) -> None:
+def hold_steps(
+    optimizers: Sequence[Optimizer], modules: Iterable[Module], pending: PendingSave, hooks: list[RemovableHandle]
+) -> None:
     """Delays the steps of optimizers until the tensors that they change are copied.
 
     Args:
+        modules: by which the run is known where there are no optimizers.
         hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
     """
     for optimizer in optimizers:
         pending.hold(optimizer)
         hooks.append(running_hooks(optimizer).register_step_pre_hook(pending.before_step))
+    for module in () if optimizers else modules:
+        pending.hold(module)
 
 
 _tracked: list[PendingSave] = []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any, Literal, TypeVar
 
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES, patch_prefix, segment_count
@@ -22,6 +22,7 @@ from shardopt.checkpoint.saving.planning.save_plan import RankWrites, WriteReque
 from shardopt.checkpoint.saving.writing.base import Base, Part, columns_of, rows_of
 from shardopt.checkpoint.saving.writing.deltas import BuiltDelta, delta_of
 from shardopt.checkpoint.saving.writing.earlier import TensorBytes
+from shardopt.checkpoint.saving.writing.row_prints import row_bytes
 from shardopt.checkpoint.saving.writing.write import memory_of
 from shardopt.runtime.accelerator import CallersStreams
 from shardopt.sharding.box import Box
@@ -105,7 +106,7 @@ def cut_by_changes(
                 if part.unchanged_in is None:
                     left[slot].append(_patch(request, part))
                 elif part.delta_slot is None:
-                    unchanged_bytes += (part.end - part.begin) * _row_bytes(request)
+                    unchanged_bytes += (part.end - part.begin) * row_bytes(request)
                 else:
                     delta = deltas[slot, position]
                     left[part.delta_slot] += delta.requests
@@ -271,16 +272,16 @@ def _unchanged_rows(
     request: WriteRequest, entry: StoredEntry, rows: tuple[int, int], sums: bytes, memory: TensorBytes
 ) -> Iterator[tuple[int, int]]:
     """Yields the ranges of rows of a box in an entry whose segments have the entry's checksums."""
-    row_bytes = _row_bytes(request)
-    unit = SEGMENT_BYTES // gcd(SEGMENT_BYTES, row_bytes)
+    size = row_bytes(request)
+    unit = SEGMENT_BYTES // gcd(SEGMENT_BYTES, size)
     box_begin, _ = rows_of(request.box)
     entry_begin, entry_end = rows_of(entry.box)
     begin = entry_begin + -(-(rows[0] - entry_begin) // unit) * unit
     end = rows[1] if rows[1] == entry_end else entry_begin + (rows[1] - entry_begin) // unit * unit
     if begin >= end:
         return
-    at, first_segment = (begin - box_begin) * row_bytes, (begin - entry_begin) * row_bytes // SEGMENT_BYTES
-    nbytes = (end - begin) * row_bytes
+    at, first_segment = (begin - box_begin) * size, (begin - entry_begin) * size // SEGMENT_BYTES
+    nbytes = (end - begin) * size
     count = segment_count(nbytes)
 
     def is_unchanged(segment: int) -> bool:
@@ -292,7 +293,7 @@ def _unchanged_rows(
     known = {segment: is_unchanged(segment) for segment in sorted(sampled)}
     if not any(known.values()):
         return
-    segments_in_unit = unit * row_bytes // SEGMENT_BYTES
+    segments_in_unit = unit * size // SEGMENT_BYTES
     run: int | None = None
     for row in range(begin, end, unit):
         segment = (row - begin) // unit * segments_in_unit
@@ -352,8 +353,4 @@ def _bytes_of(base: Base, request: WriteRequest, views: Mapping[str, View]) -> T
 
 
 def _bytes_in(request: WriteRequest, parts: Sequence[Part]) -> int:
-    return sum(part.end - part.begin for part in parts) * _row_bytes(request)
-
-
-def _row_bytes(request: WriteRequest) -> int:
-    return prod(request.box.sizes[1:]) * request.dtype.itemsize
+    return sum(part.end - part.begin for part in parts) * row_bytes(request)
