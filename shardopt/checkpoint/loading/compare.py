@@ -128,7 +128,7 @@ def compare(
             problems.append(found)
     absent = [key for key in flat.leaves if key in chosen and key not in stored]
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
-    longer = in_longer_lists({key: flat.leaves[key].path for key in match.missing}, stored)
+    longer = in_longer_lists({key: flat.leaves[key].path for key in match.missing}, stored) if match.missing else ()
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
             kind = _kind_of_leaf(flat.leaves[key], views.get(key))

@@ -6,7 +6,7 @@ tiers → root → mirror, export, retention        (docs/architecture.md has th
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +20,12 @@ from shardopt.checkpoint.run.branches import CheckpointId, not_restored
 from shardopt.checkpoint.run.context import Restored, Run
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import Noted, add_to, added_to, noted_of, save_id_of
+from shardopt.checkpoint.run.metrics import Noted, add_to, added_to, noted_of
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
+from shardopt.checkpoint.saving.removal import committed_id
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError
 from shardopt.world import world
@@ -200,13 +201,19 @@ class AfterCommit:
             CheckpointNotFoundError: there is no such checkpoint.
             StateError: something is no number.
         """
-        run = self._run
-        run.ranks.agree(
-            f"adding metrics to step {id.step} of {run.root.url}",
+        doing = f"adding metrics to step {id.step} of {self._run.root.url}"
+        self._agree_on_metrics(doing, metrics, lambda numbers: self._add(id, numbers))
+
+    def _agree_on_metrics(
+        self, doing: str, metrics: Mapping[str, float] | None, decide: Callable[[dict[str, float]], Any]
+    ) -> Any:
+        """Calls a function with the metrics that any rank gives, on rank 0; returns its result. Collective."""
+        return self._run.ranks.agree(
+            doing,
             work=lambda: None if metrics is None else numbers_of(metrics),
             report=lambda numbers: numbers,
-            decide=lambda given: self._add(id, first_given(given)),
-        )
+            decide=lambda given: decide(first_given(given)),
+        )[1]
 
     def _add(self, id: CheckpointId, numbers: Mapping[str, float], replaces: bool = True) -> None:
         """Adds metrics to a committed checkpoint, on rank 0.
@@ -223,7 +230,7 @@ class AfterCommit:
             is_there, had, new = False, {} if known is None or replaces else dict(known.added), dict(numbers)
             for at in (root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)):
                 # The run's own root is written before its mirror is read, which may not be possible.
-                save_id = save_id_of(at) if save_id is None else save_id
+                save_id = committed_id(at) if save_id is None else save_id
                 if save_id is None:
                     continue
                 added = new
@@ -296,9 +303,8 @@ class AfterCommit:
             return None
         url = known.url
 
-        def look(given: list[Any]) -> bool:
+        def look(numbers: dict[str, float]) -> bool:
             is_there = is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME)
-            numbers = first_given(given)
             if is_there and numbers:
                 try:
                     self._add(id, numbers, replaces=False)
@@ -308,13 +314,8 @@ class AfterCommit:
                     _log.error("the metrics of step %d were not added: %s", id.step, error)
             return is_there
 
-        _, is_there = self._run.ranks.agree(
-            f"looking for step {id.step} in {self._run.root.url}",
-            work=lambda: None if metrics is None else numbers_of(metrics),
-            report=lambda numbers: numbers,
-            decide=look,
-        )
-        return url if is_there else None
+        doing = f"looking for step {id.step} in {self._run.root.url}"
+        return url if self._agree_on_metrics(doing, metrics, look) else None
 
     def finish(self) -> None:
         """Waits until no copy is running; keeps failures to be raised later. Local."""

@@ -64,9 +64,14 @@ class Due:
         self._passed = step
         return is_saved
 
-    def of(self, every: int, step: int) -> bool:
-        """Whether a step is due of every so many: one that is saved, or that the program comes to next. Local."""
-        return _is_due(every, step, self._jumps.get(step, self._passed))
+    def of(self, every: int, step: int, before: int | None = None) -> bool:
+        """Whether a step is due of every so many: one that is saved, or that the program comes to next. Local.
+
+        Args:
+            before: the step before it; None for the one that the program has come from.
+        """
+        before = self._jumps.get(step, self._passed) if before is None else before
+        return step % every == 0 or step // every > before // every
 
     def at(self, step: int) -> bool:
         """Whether a step is due at the root. By time it is collective at the first, and at those after due ones."""
@@ -82,7 +87,7 @@ class Due:
 
     def may_have_been_at(self, step: int) -> bool:
         """Whether the restored step may have been due, or is the first after one that did not come there. Local."""
-        return self._steps is None or _is_due(self._steps, step, self._at_root)
+        return self._steps is None or self.of(self._steps, step, self._at_root)
 
     def _ask(self, step: int) -> None:
         ranks = self._group.ranks
@@ -98,10 +103,6 @@ class Due:
         self._asked_for, self._asked = step, self._asked + 1
         if self._asked == self._is_at:
             self._were.add(step)
-
-
-def _is_due(every: int, step: int, before: int) -> bool:
-    return step % every == 0 or step // every > before // every
 
 
 class Candidate(NamedTuple):

@@ -64,10 +64,11 @@ def claim_tiers(run: Run, ranks: Ranks, tiers: Sequence[Hosts]) -> None:
         _keep(identity, run.root, lacking)
         return identity.pack().decode()
 
+    def look_again(reports: list[list[Any]]) -> None:
+        _refuse_others(run.roots, reports)  # two runs may have begun at once: each sees what is there now
+
     record = _look_at_all(ranks, f"beginning a run at {_paths(tiers)}", tiers, begin)
-    # Two runs may have begun at once: each sees what is there now.
-    what = f"marking {_paths(tiers)} as the run's"
-    _look_at_all(ranks, what, tiers, lambda seen: _check(run.roots, seen), record.encode())
+    _look_at_all(ranks, f"marking {_paths(tiers)} as the run's", tiers, look_again, record.encode())
 
 
 def _paths(tiers: Sequence[Hosts]) -> str:
@@ -132,10 +133,6 @@ def _refuse_others(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> t
     if problems:
         raise CheckpointError("a host's directory belongs to another run", problems, code="run-root")
     return run, lacking
-
-
-def _check(roots: Sequence[Root], reports: Sequence[Sequence[Any]]) -> None:
-    _refuse_others(roots, reports)
 
 
 def _identity_of(roots: Sequence[Root]) -> tuple[RunIdentity | None, list[Root]]:

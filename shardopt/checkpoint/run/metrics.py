@@ -92,14 +92,6 @@ def add_to(checkpoint: Storage, save_id: str, metrics: Mapping[str, float]) -> N
     root.publish(record_name(name), json.dumps(record).encode())
 
 
-def save_id_of(checkpoint: Storage) -> str | None:
-    """Returns the id of the save that made a checkpoint; None if there is none. Raises CorruptionError."""
-    try:
-        return read_manifest(checkpoint)[0].save_id
-    except CheckpointNotFoundError:
-        return None
-
-
 def record_name(name: str) -> str:
     """Returns the name of the file with the added metrics of the checkpoint of this name."""
     return f"{name}.{METRICS_NAME}"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from itertools import count
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from shardopt.checkpoint.format.constants import (
@@ -39,6 +39,8 @@ from shardopt.checkpoint.storage import LocalStorage, Storage, held_urls, wrap_o
 from shardopt.checkpoint.storage.mounts import unwritable
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.world import world
+
+T = TypeVar("T")
 
 RUN_NAME = "run.json"
 """The name of the record of a run, in its root and in its mirror."""
@@ -142,23 +144,23 @@ def refuse_seen_by_some(url: str, ranks_see: Sequence[bool]) -> None:
 
 
 def _committed_among(
-    root: Storage, names: Sequence[str], look: Callable[[Storage], bool]
-) -> tuple[list[str], dict[str, CheckpointError]]:
+    items: Sequence[T], look: Callable[[T], bool], is_remote: bool
+) -> tuple[list[T], dict[T, CheckpointError]]:
     """Returns those of some directories that are committed checkpoints, and the errors of those that do not say.
 
     So one that is out of reach is no obstacle to the others. Who takes it for a checkpoint has its error at the load.
     """
-    unread: dict[str, CheckpointError] = {}
+    unread: dict[T, CheckpointError] = {}
 
-    def look_at(name: str) -> bool:
+    def look_at(item: T) -> bool:
         try:
-            return look(root.child(name))
+            return look(item)
         except CheckpointError as error:
-            unread[name] = error
+            unread[item] = error
             return False
 
-    found = look_at_each(look_at, names, root.is_remote)
-    return [name for name, is_there in zip(names, found, strict=True) if is_there], unread
+    found = look_at_each(look_at, items, is_remote)
+    return [item for item, is_there in zip(items, found, strict=True) if is_there], unread
 
 
 def committed_or_unread(root: Storage, names: Sequence[str]) -> list[str]:
@@ -166,7 +168,7 @@ def committed_or_unread(root: Storage, names: Sequence[str]) -> list[str]:
 
     There is no harm in an older one. If it is the newest its load raises an error, and nothing older is taken.
     """
-    found, unread = _committed_among(root, names, is_committed)
+    found, unread = _committed_among(names, lambda name: is_committed(root.child(name)), root.is_remote)
     for name, error in sorted(unread.items()):
         _log.warning("nobody knows whether %s/%s is a checkpoint: %s", root.url, name, error)
     return [*found, *unread]
@@ -314,20 +316,15 @@ class Root:
         A link that leads nowhere does not: retention would keep it instead of a checkpoint. To a restore it is a
         candidate all the same (`sources.own.is_committed`).
         """
-        return self._is_committed(self.checkpoint(id))
-
-    def _is_committed(self, checkpoint: Storage) -> bool:
         try:
             with wrap_os_errors(f"look into {self.url}"):
-                return checkpoint.exists(MANIFEST_NAME)
+                return self.checkpoint(id).exists(MANIFEST_NAME)
         except CorruptionError:
             return True
 
     def look_at(self, ids: Sequence[CheckpointId]) -> tuple[list[CheckpointId], dict[CheckpointId, CheckpointError]]:
         """Returns the committed checkpoints among some, and the errors of those that cannot be looked at."""
-        by_name = {id.name: id for id in ids}
-        found, unread = _committed_among(self.storage, [*by_name], self._is_committed)
-        return [by_name[name] for name in found], {by_name[name]: error for name, error in unread.items()}
+        return _committed_among(ids, self.is_committed, self.storage.is_remote)
 
     def committed_or_unread(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
         """Returns those of some checkpoints that a restore may take, ascending."""

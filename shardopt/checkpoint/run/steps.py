@@ -98,10 +98,13 @@ class Steps:
         if self._after.copying:
             self._raise_failure_of_copy()
         id = self._id_to_save(int(step))
-        if self._has(id, at_root, metrics):
-            return None if self._last is None else self._last[1]
-        urls, above = [self._run.root.checkpoint(id).url], self._last_above(id)
-        refused: CheckpointError | None = None if above is None else not_rising(above, urls[0])
+        urls = [self._run.root.checkpoint(id).url]
+        refused: CheckpointError | None = None
+        if any(each is not None and each[0].step >= id.step for each in (self._last, self._before)):
+            if self._has(id, at_root, metrics):
+                return None if self._last is None else self._last[1]
+            above = self._last_above(id)
+            refused = None if above is None else not_rising(above, urls[0])
         if self._may_be_mixed:
             refused = self._after.of_another_run(id) or refused
             self._may_be_mixed = refused is not None
@@ -149,10 +152,10 @@ class Steps:
         They may be whole again once the hosts with their files are back, and must not be restored in place of what the
         run has saved meanwhile.
         """
-        current = self.branches().current
+        branches = self.branches()
         if self._passed_over:
             from_step = -1 if self.restored_step is None else self.restored_step
-            self._run.take_back(from_step, current, "abandon", (), always=True)
+            self._run.take_back(from_step, branches.current, "abandon", (), always=True)
             self._passed_over = False
         return self._run.branches.id_of(step)
 
@@ -178,8 +181,7 @@ class Steps:
         Args:
             at_root, metrics, stops: as for `AfterCommit.url_of`.
         """
-        if any(each is not None and each[0].step >= id.step for each in (self._last, self._before)):
-            self.background.finish()  # whether that has failed, ranks know alike then, also if one was at another step
+        self.background.finish()  # whether that has failed, ranks know alike then, also if one was at another step
         if self._last_id() != id:
             return False
         self.background.wait()

@@ -30,13 +30,13 @@ def discard(storage: Storage, save_id: str) -> None:
     Of a copy there may be a second process that makes it again, and commits it now: then its manifest is removed too.
     """
     with suppress(Exception):  # the error that is being raised must not be hidden by another
-        if _committed_id(storage) != save_id and not storage.may_appear(MANIFEST_NAME):
+        if committed_id(storage) != save_id and not storage.may_appear(MANIFEST_NAME):
             own = [name for name in storage.names() if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-")]
             referred = referred_in(storage) if own else ()  # to the first copies of what is copied again
             removed = [name for name in own if name not in referred]
             for name in removed:
                 storage.remove(name)
-            if removed and _committed_id(storage) == save_id:
+            if removed and committed_id(storage) == save_id:
                 storage.remove_durably(MANIFEST_NAME)
 
 
@@ -52,11 +52,11 @@ def remove_leftovers(storage: Storage, seconds: float) -> None:
     if not names or storage.exists(MANIFEST_NAME):  # committed while references were looked for
         return
     _remove_each(storage, names)
-    if _committed_id(storage) in {save_id_in(name) for name in names}:
+    if committed_id(storage) in {save_id_in(name) for name in names}:
         storage.remove_durably(MANIFEST_NAME)
 
 
-def _committed_id(storage: Storage) -> str | None:
+def committed_id(storage: Storage) -> str | None:
     """Returns the id of the committed save; None if there is none."""
     try:
         return read_manifest(storage)[0].save_id
