@@ -43,34 +43,17 @@ _LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for 
 def compared_with(
     base: Base, writes: RankWrites, views: Mapping[str, View], chain: Chain
 ) -> tuple[RankWrites, dict[str, list[list[Any]]], int]:
-    """Compares what a rank is to write with the base.
+    """Compares what a rank is to write with the base, and drops what that has.
 
     Args:
-        chain: as in `SaveTerms`.
+        chain: as in `SaveTerms`. Only of a "bounded" one a box is written whole again before its deltas make restores
+            much slower. For an "anchor" nothing is dropped, and deltas are written too.
 
     Returns:
         What is left to write; the parts of boxes that are written otherwise, as JSON; the bytes of tensors that the
         base has.
     """
-    if chain == "anchor":
-        writes, parts = _with_bridges(base, writes, views)
-        return writes, pack_parts(parts), 0
-    writes, parts, unchanged_bytes = cut_by_changes(base, writes, views, chain == "bounded")
-    return writes, pack_parts(parts), unchanged_bytes
-
-
-def cut_by_changes(
-    base: Base, writes: RankWrites, views: Mapping[str, View], is_bounded: bool = True
-) -> tuple[RankWrites, dict[int, dict[int, list[Part]]], int]:
-    """Drops from a rank's writes what the base has.
-
-    Args:
-        is_bounded: whether a box is written whole again before its deltas make restores much slower.
-
-    Returns:
-        The writes that are left; by slot and position there, the parts of each box of which something is referred to;
-        and the bytes of tensors that are.
-    """
+    is_bounded = chain == "bounded"
     # Deltas have files of their own, as the others may soon be of no more use: one for each slot, whose keys differ.
     first_delta_slot = 1 + max(writes.slots, default=0)
 
@@ -78,17 +61,17 @@ def cut_by_changes(
         memory = _bytes_of(base, request, views)
         of_box = _parts_of(base, request, memory)
         changed_bytes = request.nbytes - _bytes_in(request, of_box)
-        delta = _delta_of(base, request, memory, changed_bytes, is_bounded)
         # Followers know a box again only if it is not cut.
-        return [] if changed_bytes and not is_bounded else of_box, delta
+        is_kept = chain != "anchor" and (is_bounded or not changed_bytes)
+        return of_box if is_kept else [], _delta_of(base, request, memory, changed_bytes, is_bounded)
 
     found: _Found = {}
     deltas: dict[tuple[int, int], BuiltDelta] = {}
     for (slot, position), (of_box, delta) in _looked_up(look, writes, views).items():
         found[slot, position] = of_box
         if delta is not None:
-            rows = rows_of(writes.slots[slot][position].box)
-            found[slot, position] = [Part(*rows, delta.number, first_delta_slot + slot)]
+            rows, number = rows_of(writes.slots[slot][position].box), None if chain == "anchor" else delta.number
+            found[slot, position] = [Part(*rows, number, first_delta_slot + slot)]
             deltas[slot, position] = delta
     if is_bounded:
         found = _worth_keeping(base, writes, found)
@@ -97,42 +80,21 @@ def cut_by_changes(
     unchanged_bytes = 0
     for slot, requests in writes.slots.items():
         for position, request in enumerate(requests):
-            of_box = found[slot, position]
-            if not of_box:
+            of_box = _with_changed(found[slot, position], *rows_of(request.box)) if found[slot, position] else []
+            if of_box:
+                parts[slot][position] = of_box
+            if not of_box or chain == "anchor":
                 left[slot].append(request)
-                continue
-            parts[slot][position] = of_box = _with_changed(of_box, *rows_of(request.box))
             for part in of_box:
-                if part.unchanged_in is None:
-                    left[slot].append(_patch(request, part))
-                elif part.delta_slot is None:
-                    unchanged_bytes += (part.end - part.begin) * row_bytes(request)
-                else:
+                if part.delta_slot is not None:
                     delta = deltas[slot, position]
                     left[part.delta_slot] += delta.requests
-                    unchanged_bytes += request.nbytes - delta.nbytes
-    return writes.only(left), parts, unchanged_bytes
-
-
-def _with_bridges(
-    base: Base, writes: RankWrites, views: Mapping[str, View]
-) -> tuple[RankWrites, dict[int, dict[int, list[Part]]]]:
-    """Returns a rank's writes with deltas in a file of their own; and for each the part that it is of, by position."""
-    first_delta_slot = 1 + max(writes.slots, default=0)
-    all_writes: dict[int, list[WriteRequest]] = {slot: [*requests] for slot, requests in writes.slots.items()}
-    parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
-
-    def look(request: WriteRequest) -> BuiltDelta | None:
-        memory = _bytes_of(base, request, views)
-        changed_bytes = request.nbytes - _bytes_in(request, _parts_of(base, request, memory))
-        return _delta_of(base, request, memory, changed_bytes, is_bounded=False)
-
-    for (slot, position), delta in _looked_up(look, writes, views).items():
-        if delta is not None:
-            all_writes.setdefault(first_delta_slot + slot, []).extend(delta.requests)
-            rows = rows_of(writes.slots[slot][position].box)
-            parts[slot][position] = [Part(*rows, None, first_delta_slot + slot)]
-    return writes.only(all_writes), parts
+                    unchanged_bytes += 0 if chain == "anchor" else request.nbytes - delta.nbytes
+                elif part.unchanged_in is None:
+                    left[slot].append(_patch(request, part))
+                else:
+                    unchanged_bytes += (part.end - part.begin) * row_bytes(request)
+    return writes.only(left), pack_parts(parts), unchanged_bytes
 
 
 def _looked_up(
