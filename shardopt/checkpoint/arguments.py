@@ -1,9 +1,9 @@
-"""Checks arguments that are counts; reports all invalid arguments of a call in one error."""
+"""Checks arguments that are counts and choices; reports all invalid arguments of a call in one error."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shardopt.errors import OptionError, Problem
@@ -34,3 +34,10 @@ def count_problem(name: str, value: Any, least: int) -> list[Problem]:
 def optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
     """Like `count_problem`, for a number that may be None."""
     return [] if value is None else count_problem(name, value, least)
+
+
+def choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:
+    """Returns the problem with a choice between a few values, if any."""
+    if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
+        return []
+    return [Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")]

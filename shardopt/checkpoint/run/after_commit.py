@@ -142,8 +142,8 @@ class AfterCommit:
         if TIERS_NAME in self._run.root.seen.names and self._run.ranks.rank == 0:
             paths = () if self.tiers is None else self.tiers.paths
             warn_of_former(self._run.root, paths, 0 if restored is None else restored.id.step)
-        self._keeper.looked()
         if restored is None:
+            self._keeper.restored(None, ())
             if self.tiers is not None:
                 self.tiers.restored(None)
             return

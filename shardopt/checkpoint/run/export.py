@@ -34,7 +34,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, ids_in, parse_id
 from shardopt.checkpoint.run.context import Restored, Run
-from shardopt.checkpoint.run.metrics import Noted, noted_of
+from shardopt.checkpoint.run.metrics import Noted, is_damage, noted_of
 from shardopt.checkpoint.run.retention import MOST_LACKING, Best, Mode, best_of
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -226,8 +226,7 @@ class Exporter(Task):
                 self._replace(each, self._existing(candidates))
                 return
             except Exception as error:
-                is_damaged = isinstance(error, CorruptionError) and not isinstance(error, UnreadableError)
-                is_lost = is_damaged or isinstance(error, CheckpointNotFoundError)
+                is_lost = is_damage(error) or isinstance(error, CheckpointNotFoundError)
                 if not (is_lost or isinstance(error, MismatchError | StateError)):
                     self._again.add(each.id)
                     raise
@@ -345,8 +344,7 @@ def _noted(candidate: _Candidate) -> Noted:
     try:
         return noted_of(storage_of(candidate.url))
     except (OSError, CheckpointError) as error:
-        is_damaged = isinstance(error, CorruptionError) and not isinstance(error, UnreadableError)
-        if not (is_damaged or candidate.is_again):
+        if not (is_damage(error) or candidate.is_again):
             raise
         _log.warning("%s", error)
         return Noted(None, {})

@@ -11,7 +11,7 @@ from shardopt.checkpoint.hosts.served import is_on_hosts
 from shardopt.checkpoint.run.background import Task, Turns
 from shardopt.checkpoint.run.branches import CheckpointId, parse_id
 from shardopt.checkpoint.run.context import Run
-from shardopt.checkpoint.run.metrics import Noted, added_to, noted_of, record_name, remove_records
+from shardopt.checkpoint.run.metrics import Noted, added_to, is_damage, noted_of, record_name, remove_records
 from shardopt.checkpoint.run.retention import MOST_LACKING, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.removal import (
@@ -25,7 +25,7 @@ from shardopt.checkpoint.sources.open import loaded_from, urls_being_read
 from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.text import plural
-from shardopt.errors import CheckpointError, CorruptionError, UnreadableError
+from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS
 from shardopt.world import world
 
@@ -64,19 +64,18 @@ class Keeper(Task):
         self._newest: int | None = None  # committed step, below which a running removal removes
         super().__init__(Turns(self._tidy, lambda root: f"removing from {root.url}", "shardopt-tidy"))
 
-    def restored(self, id: CheckpointId, damaged: Collection[str]) -> None:
-        """Notes that the run was restored from a checkpoint, which is kept.
+    def restored(self, id: CheckpointId | None, damaged: Collection[str]) -> None:
+        """Notes that a restore has looked into the root: the run goes on from what is there, or there was nothing.
 
         Args:
+            id: the checkpoint that the run was restored from, which is kept; None for none.
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
         """
-        _resumed.add(self)
-        self._resumed, self._damaged = id, frozenset(damaged)
-        self._saved, self._at_root, self._warned = None, None, False
-
-    def looked(self) -> None:
-        """Notes that a restore has looked into the root: the run goes on from what is there, or there was nothing."""
         self._own = None
+        if id is not None:
+            _resumed.add(self)
+            self._resumed, self._damaged = id, frozenset(damaged)
+            self._saved, self._at_root, self._warned = None, None, False
 
     def other_above(self, id: CheckpointId) -> CheckpointId | None:
         """Returns the newest checkpoint if it is another run's, above one that is to be saved. Collective."""
@@ -286,8 +285,12 @@ class Keeper(Task):
         if rules.best is not None or rules.seconds is not None:
             for id in sorted(set(whole) - known.keys()):
                 try:
-                    self._noted[id] = _noted_or_nothing(root, id)
+                    self._noted[id] = noted_of(root.checkpoint(id))
                 except CheckpointError as error:  # it may be the best one: it stays this time
+                    if is_damage(error):
+                        self._noted[id] = _NOTHING
+                        _log.warning("%s", error)
+                        continue
                     if unread and root.storage.is_remote:
                         raise  # after many attempts at each of two: it is the store that fails
                     unread.append(id)
@@ -389,13 +392,3 @@ def _noted_again(root: Root, id: CheckpointId, noted: Noted) -> Noted:
 def _busy_urls() -> set[str]:
     """Returns the URLs of checkpoints that saves of this process write, or loads read until all ranks have them."""
     return urls_being_read() | {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)}
-
-
-def _noted_or_nothing(root: Root, id: CheckpointId) -> Noted:
-    try:
-        return noted_of(root.checkpoint(id))
-    except UnreadableError:
-        raise
-    except CorruptionError as error:
-        _log.warning("%s", error)
-        return _NOTHING

@@ -51,6 +51,11 @@ def noted_of(checkpoint: Storage) -> Noted:
     return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)}, manifest.save_id)
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether an error says that stored bytes are others than were written, and not that a disk fails for now."""
+    return isinstance(error, CorruptionError) and not isinstance(error, UnreadableError)
+
+
 def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     """Returns the metrics added to a checkpoint of this save; logs a damaged file, once, and returns none.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from shardopt.checkpoint.arguments import count_problem, is_count, optional_count_problem, refuse
+from shardopt.checkpoint.arguments import choice_problem, count_problem, is_count, optional_count_problem, refuse
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.storage import is_in_archive, storage_of
@@ -41,7 +41,7 @@ def check_run_options(
     if not is_count(every, 1) and not (isinstance(every, timedelta) and every > timedelta(0)):
         required = "at least 1, as an int, or a timedelta of more than 0"
         problems.append(Problem("every", repr(every), required, "give a number of steps, or a time"))
-    problems += _choice_problem("stage", stage, (None, "now", "lazy"))
+    problems += choice_problem("stage", stage, (None, "now", "lazy"))
     if stops and not world().in_main_thread():
         thread = f"a Manager that is made in the thread {world().current_thread().name!r}"
         listens = "the main thread: only it can listen for signals"
@@ -62,7 +62,7 @@ def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
         [
             *optional_count_problem("step", step, 0),
             *optional_count_problem("branch", branch, 0),
-            *_choice_problem("newer", newer, ("abandon", "remove")),
+            *choice_problem("newer", newer, ("abandon", "remove")),
         ]
     )
 
@@ -71,13 +71,6 @@ def refuse_unknown_branch(branch: int, current: int) -> None:
     """Raises OptionError for a branch that a run does not have."""
     remedy = "see abandoned_steps() for those that there are"
     refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
-
-
-def _choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:
-    """Returns the problem with a choice between a few values, if any."""
-    if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
-        return []
-    return [Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")]
 
 
 def _is_no_directory(path: str) -> bool:

@@ -254,14 +254,14 @@ class Steps:
             step, branch, newer, required: as for `Manager.restore`.
             rename: rules of names; those of the names in a run that begins.
         """
-        run, failed_step = self._run, None
+        run, tiers, failed_step = self._run, self._tiers, None
         try:
             self.wait_for_save()
         except GradientError as error:  # of a step that was taken: the restore is to replace it
             failed_step = error
-        if self._tiers is not None:
-            self._tiers.settle()
-        finish_below([run.root.url, *([] if self._tiers is None else self._tiers.roots)])  # of another Manager of it
+        if tiers is not None:
+            tiers.settle()
+        finish_below([run.root.url, *([] if tiers is None else tiers.roots)])  # of another Manager of it
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
         current = run.agree_on_branches(needs_copies=True).current
         seen_from = current if branch is None else branch
@@ -269,14 +269,7 @@ class Steps:
             refuse_unknown_branch(seen_from, current)
         required = required or step is not None
 
-        def look() -> list[Candidate]:
-            on_tiers = [] if self._tiers is None else self._tiers.candidates()
-            lacking = {} if self._tiers is None else self._tiers.lacking
-            # Also where this raises: what the program saves then is newer work.
-            self._passed_over = self._tiers is not None and bool(self._tiers.lacking_after(-1, current))
-            return run.candidates(seen_from, step, required, on_tiers, lacking)
-
-        restored = restore_newest(look, load)
+        restored = restore_newest(partial(self._candidates, seen_from, step, required), load)
         if failed_step is not None:
             if restored is None:
                 raise failed_step
@@ -295,9 +288,19 @@ class Steps:
         if renamed != self._terms.renamed:
             self._terms = replace(self._terms, renamed=renamed)
         run.due.restored(self.restored_step or 0, [id.step for id in run.at_root])
-        self._passed_over = self._tiers is not None and self._warn_of_lacking(self._tiers)
+        self._passed_over = tiers is not None and self._warn_of_lacking(tiers)
         self._after.restored(restored)
         return restored
+
+    def _candidates(self, seen_from: int, step: int | None, required: bool) -> list[Candidate]:
+        """Lists the checkpoints to restore, as `Run.candidates`. Collective."""
+        run, tiers = self._run, self._tiers
+        if tiers is None:
+            return run.candidates(seen_from, step, required)
+        on_tiers = tiers.candidates()
+        # Also where what follows raises: what the program saves then is newer work.
+        self._passed_over = bool(tiers.lacking_after(-1, run.branches.current))
+        return run.candidates(seen_from, step, required, on_tiers, tiers.lacking)
 
     def _warn_of_lacking(self, tiers: Tiers) -> bool:
         """Names the run's steps that are newer than the restored one and lack files; returns whether there are any."""
@@ -313,10 +316,11 @@ class Steps:
         return bool(lacking)
 
     def _take_back(self, step: int, seen_from: int, newer: Newer) -> None:
+        on_tiers, lacking = list[Candidate](), False
         if self._tiers is not None:
             self._tiers.drop_promotions()
-        on_tiers = [] if self._tiers is None else self._tiers.candidates()
-        lacking = self._tiers is not None and bool(self._tiers.lacking_after(step, seen_from))
+            on_tiers = self._tiers.candidates()
+            lacking = bool(self._tiers.lacking_after(step, seen_from))
         self._run.take_back(step, seen_from, newer, on_tiers, always=lacking)
         if newer == "remove":
             self._after.remove_newer()

@@ -23,6 +23,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.checkpoint.arguments import choice_problem, refuse
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
@@ -35,7 +36,7 @@ from shardopt.checkpoint.saving.writing.pending import PendingSave, hold_steps, 
 from shardopt.checkpoint.saving.writing.row_prints import RowPrints
 from shardopt.checkpoint.saving.writing.staging import Offsets, Shares, Staging
 from shardopt.checkpoint.storage import absolute_url, use_options
-from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.errors import CheckpointError, Problem
 from shardopt.ranks import (
     DEADLINE_SECONDS,
     Call,
@@ -117,8 +118,8 @@ class AsyncSaver:
             absolute_url(url),
             replace(options, kept=self._kept, prints=self._prints),
         )
-        _require_choice("stage", stage, ("now", "lazy"))
-        _require_choice("in_flight", in_flight, ("wait", "refuse"))
+        in_flight_problem = choice_problem("in_flight", in_flight, ("wait", "refuse"))
+        refuse([*choice_problem("stage", stage, ("now", "lazy")), *in_flight_problem])
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
         ranks = ranks_of(options.process_group, options.deadline_seconds)
@@ -370,9 +371,3 @@ def _start(thread: Thread) -> None:
         remedy = "raise ulimit -u or the container's limit of pids, or save without stage="
         problem = Problem("threads", str(error), "one more for a save in the background", remedy)
         raise CheckpointError("a save in the background cannot begin", [problem], code="save-in-flight") from error
-
-
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        problem = Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")
-        raise OptionError("an invalid argument", [problem])
