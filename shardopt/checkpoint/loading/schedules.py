@@ -98,8 +98,8 @@ def warn_of_other_rates(loaded: Iterable[tuple[RestoreTarget, LRScheduler]], fla
                 by_groups.setdefault(id(first), []).append((join(target.path), schedule))
     for group_id, schedules in by_groups.items():
         groups = _live_groups(schedules[0][1])
-        now = [_number(group.get("lr")) for group in groups]
-        last = [[*map(_number, getattr(schedule, _LAST))] for _, schedule in schedules]
+        now = [number_of(group.get("lr")) for group in groups]
+        last = [[*map(number_of, getattr(schedule, _LAST))] for _, schedule in schedules]
         # One without parameters anywhere has nothing stored. Of several schedules, one has stepped last.
         used = [i for i, group in enumerate(groups) if group[PARAMS]]
         if not all(last) or any(all(i < len(each) and each[i] == now[i] for i in used) for each in last):
@@ -243,7 +243,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
+    """Returns a number in a tensor; any other value as it is."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -22,6 +22,7 @@ from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.loading.names import Names
 from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.positional_params import listed
+from shardopt.checkpoint.loading.schedules import number_of
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
@@ -221,7 +222,7 @@ def _as_begun(options: Mapping[str, Any], option: str, begin: str) -> Any:
 
 def _is_reduced(here: Any, stored: Any, plateaus: Sequence[ReduceLROnPlateau]) -> bool:
     """Whether schedules that reduce on plateaus may have made the stored rate of this one: they note no first rate."""
-    ours, theirs = map(_plain, (here, stored))
+    ours, theirs = map(number_of, (here, stored))
     if any(_is_same(theirs, least) for each in plateaus for least in each.min_lrs):
         return True
     if not all(isinstance(rate, int | float) for rate in (ours, theirs)) or not 0 < theirs < ours:
@@ -232,17 +233,13 @@ def _is_reduced(here: Any, stored: Any, plateaus: Sequence[ReduceLROnPlateau]) -
 
 
 def _is_same(*options: Any) -> bool:
-    plain = [*map(_plain, options)]
+    plain = [*map(number_of, options)]
     if all(isinstance(each, int | float) for each in plain):
         return math.isclose(*plain, rel_tol=1e-6)  # in a tensor of fp32 a number has fewer digits
     try:
         return len({canonical(encode_value(each)) for each in plain}) == 1
     except StateError:  # no plain value here, as a function
         return False
-
-
-def _plain(option: Any) -> Any:
-    return option.item() if isinstance(option, torch.Tensor) and option.numel() == 1 else option
 
 
 def _distinct(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
