@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
-from itertools import groupby, islice
+from itertools import islice
 from typing import Any
 
 import xxhash
@@ -30,6 +30,7 @@ from shardopt.checkpoint.loading.other_names import rename_hint
 from shardopt.checkpoint.text import plural
 from shardopt.errors import MismatchError, Problem
 from shardopt.ranks import Ranks
+from shardopt.ranks.connections.tree import pack_runs, unpack_runs
 from shardopt.ranks.failures import describe, names_of, problems_of
 from shardopt.ranks.kinds import kinds_of, pack_kinds, unpack_kinds
 from shardopt.state.param_groups import SAVED_BY
@@ -114,9 +115,8 @@ def reconcile(
             for problem in error["problems"]:
                 ranks_with.setdefault(Problem(**problem), []).extend(group)
         is_whole = not any("left_out" in error for error, _ in by_kind)
-        told = [
-            _on(sorted(ranks_with.get(Problem(**each), ())), ranks.size, Problem(**each), is_whole) for each in problems
-        ]
+        found = [Problem(**each) for each in problems]
+        told = [_on(sorted(ranks_with.get(each, ())), ranks.size, each, is_whole) for each in found]
         failed = sorted(rank for error, group in by_kind if error["problems"] for rank in group)
         expected_by_none: set[str] = set()
         if with_keys:
@@ -239,24 +239,16 @@ def _on(having: Sequence[int], size: int, problem: Problem, is_whole: bool) -> P
 
 
 def _pack(keys: Iterable[str], stored: Sequence[str] | None) -> list[Any]:
-    """Encodes keys by their positions among the stored keys, as runs (first, count, …); verbatim if there are none."""
+    """Encodes keys by their positions among the stored keys, as runs; verbatim if there are none."""
     if stored is None:
         return list(keys)
     wanted = set(keys)
-    packed: list[Any] = []
-    for is_wanted, run in groupby(enumerate(stored), key=lambda each: each[1] in wanted):
-        if is_wanted:
-            places = [place for place, _ in run]
-            packed += [places[0], len(places)]
-    return packed
+    return pack_runs(place for place, key in enumerate(stored) if key in wanted)
 
 
 def _unpack(wire: Sequence[Any], stored: Sequence[str] | None) -> list[str]:
     """Decodes what `_pack` encoded."""
-    if stored is None:
-        return list(wire)
-    runs = zip(wire[::2], wire[1::2], strict=True)
-    return [stored[place] for first, count in runs for place in range(first, first + count)]
+    return list(wire) if stored is None else [stored[place] for place in unpack_runs(wire)]
 
 
 def is_met(flat: FlatState, names: Names) -> bool:
