@@ -12,24 +12,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.format.tensor_bytes import address_of
 from shardopt.checkpoint.reports import LoadReport
-from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
+from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
 from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
-from shardopt.sharding.view import local_tensors
 from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
 from shardopt.state.names import ParameterNames
 from shardopt.state.paths import PARAM_GROUPS, Path, join
@@ -77,7 +74,8 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._told_of_workers = self._told_of_kernels = self._has_saved = False
+        self._told_of_step = self._told_of_workers = self._has_saved = False
+        self._told = set[_Check]()
         self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
         self._began = 0  # the step at which this job began
         self._counted: tuple[int, dict[str, int]] | None = None  # the first saved step, its counters
@@ -104,10 +102,10 @@ class AppWarnings:
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
-        if is_first:
-            warn_of_collisions(found)
-            warn_of_counts(found, step)
-        self._told_of_kernels = self._told_of_kernels or warn_of_kernel_rates(found)
+        for check in _CHECKS:
+            is_due = check.library in sys.modules and (is_first or check.at_each_save) and check not in self._told
+            if is_due and check.warns(found, step):
+                self._told.add(check)
         self._compare_rates(found, warns=True)
 
     def _end_frozen(self) -> None:
@@ -215,10 +213,10 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
         if key not in but
     }
     if any(others.values()):
-        held.update(place for each in tensors for place in _places(each))
+        held.update(place for each in tensors for place in places_of(each))
     told = set()
     for key, pairs in others.items():
-        unheld = [name for name, each in pairs if not held.issuperset(_places(each))]
+        unheld = [name for name, each in pairs if not held.issuperset(places_of(each))]
         if unheld:
             told.add(key)
             _log.warning(
@@ -230,23 +228,23 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
     return told
 
 
-def warn_of_collisions(found: Found) -> None:
-    """Logs a warning of torchrec's managed-collision modules, whose state_dict lacks some of what they count. Local."""
-    models = [(join(path), each) for path, each in found if isinstance(each, Module)]
-    for key in [key for key, model in models if any(map(_manages_collisions, model.modules()))]:
-        _log.warning(
-            "%s has managed-collision tables of torchrec's, whose state_dict() leaves out the ids that they have seen "
-            "since they last evicted some: a resumed run may give ids other rows than the run did [cannot-store]",
-            key,
-        )
+def _warn_of_collisions(found: Found, _: int) -> bool:
+    """Logs a warning of managed-collision modules, whose state_dict lacks some of what they count."""
+    kind = ("MCHManagedCollisionModule", "torchrec")
+    for path, model in [(path, each) for path, each in found if isinstance(each, Module)]:
+        bases = (each for module in model.modules() for each in type(module).__mro__)
+        if any((each.__name__, each.__module__.partition(".")[0]) == kind for each in bases):
+            _log.warning(
+                "%s has managed-collision tables of torchrec's, whose state_dict() leaves out the ids that they have "
+                "seen since they last evicted some: a resumed run may give ids other rows than the run did "
+                "[cannot-store]",
+                join(path),
+            )
+    return False
 
 
-def warn_of_counts(found: Found, step: int) -> None:
-    """Logs a warning of torchrec's fused tables whose kernels count steps, and began anew where a run resumed. Local.
-
-    Args:
-        step: that is saved.
-    """
+def _warn_of_counts(found: Found, step: int) -> bool:
+    """Logs a warning of fused tables whose kernels count steps, and began anew where a run resumed."""
     for key, optimizer in _optimizers(found).items():
         if any(counts_steps(kernel) and not has_counted(kernel, step) for _, kernel in kernels_in(optimizer)):
             _log.warning(
@@ -255,10 +253,11 @@ def warn_of_counts(found: Found, step: int) -> None:
                 "after a restore [cannot-store]",
                 *(key, step),
             )
+    return False
 
 
-def warn_of_kernel_rates(found: Found) -> bool:
-    """Logs a warning of fused tables whose kernel has another rate than their group; returns whether any has. Local."""
+def _warn_of_kernel_rates(found: Found, _: int) -> bool:
+    """Logs a warning of fused tables whose kernel has another rate than their group."""
     optimizers = _optimizers(found).items()
     others = [key for key, each in optimizers if any(has_other_rate(*pair) for pair in kernels_in(each))]
     if others:
@@ -271,9 +270,23 @@ def warn_of_kernel_rates(found: Found) -> bool:
     return bool(others)
 
 
-def _manages_collisions(module: Module) -> bool:
-    names = ((each.__name__, each.__module__.partition(".")[0]) for each in type(module).__mro__)
-    return ("MCHManagedCollisionModule", "torchrec") in names
+class _Check(NamedTuple):
+    """A check that only programs with some library need.
+
+    Args:
+        warns: of the objects of an app and the step that is saved; returns whether that is enough.
+    """
+
+    library: str
+    warns: Callable[[Found, int], bool]
+    at_each_save: bool = False
+
+
+_CHECKS = (
+    _Check("torchrec", _warn_of_collisions),
+    _Check("fbgemm_gpu", _warn_of_counts),
+    _Check("fbgemm_gpu", _warn_of_kernel_rates, at_each_save=True),
+)
 
 
 def objects_in(value: Any, path: Path = ()) -> Found:
@@ -311,9 +324,3 @@ def _trained(optimizer: Any) -> list[tuple[str, Tensor]]:
         (f"one of shape {tuple(each.shape)}", each) for group in optimizer.param_groups for each in group["params"]
     ]
     return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad]
-
-
-def _places(tensor: Tensor) -> list[tuple[torch.device, int]]:
-    """Returns where the elements of a tensor begin in memory; nothing of one without a place, such as a sparse one."""
-    has_place = [each for each in local_tensors(tensor) if not is_lazy(each) and each.layout is torch.strided]
-    return [(each.device, address) for each in has_place if (address := address_of(each))]

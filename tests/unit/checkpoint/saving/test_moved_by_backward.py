@@ -1,6 +1,7 @@
 """Tables that a library's optimizer moves within backward, as torchrec's: views that have no gradient."""
 
 import logging
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -201,7 +202,8 @@ def test_rates_are_compared_without_a_state_of_rank_0_alone(tmp_path):
     assert len(made) == 3
 
 
-def test_managed_collision_tables_are_told_of_once(tmp_path, caplog):
+def test_managed_collision_tables_are_told_of_once(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchrec", sys)
     kind = type("MCHManagedCollisionModule", (nn.Module,), {"__module__": "torchrec.modules.mc_modules"})
     app = {"model": nn.Sequential(nn.Linear(2, 1), kind()), "step": 0}
     with checkpoint.Manager(tmp_path) as manager:
