@@ -12,11 +12,11 @@ Shampoo). A step counter alone says that the first step has made those: the next
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -106,7 +106,7 @@ def init_unstepped(
 
     def compare() -> dict[str, _Change]:
         reader, flat, names = look()
-        changes = dict(_changes(flat, names, reader.manifest, takes_back, extends))
+        changes = dict(_Comparison(flat, names, reader.manifest, takes_back, extends).changes())
         if any(each.is_due for each in changes.values()):
             _refuse_lazy(flat, names.chosen)
         return changes
@@ -180,97 +180,100 @@ def _take_back(begun: Sequence[_Change]) -> None:
             change.optimizer.state[parameter] = state
 
 
-def _changes(
-    flat: FlatState, names: Names, stored_all: Manifest, takes_back: bool, extends: bool
-) -> Iterator[tuple[str, _Change]]:
-    """Yields the key of each optimizer that has something stored, with the change that it needs.
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """The state of optimizers in an app, and in a checkpoint under the app's names.
 
     Args:
-        stored_all: under its own keys, also with what is not selected.
+        stored_all: the manifest under its own keys, also with what is not selected.
+        takes_back, extends: as for `init_unstepped`.
     """
-    manifest, chosen = names.manifest, names.chosen
-    saved_as = cache(partial(stored_dtypes, flat, manifest, stored_all))  # once for all optimizers, and if at all
-    roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
-    stored_below = keys_below(stored_paths(manifest), roots)
-    here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
-    for each in flat.targets:
-        key, optimizer, own = join(each.path), each.object, stored_below.get(each.path, [])
-        here = here_below.get(each.path, [])
-        whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
-        if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
-            continue  # each has what the other has
-        torchs = torchs_state(each, own, manifest, flat.tied, saved_as)
-        made = torchs_within(each, own, manifest, flat.tied, saved_as) if torchs is None else [torchs]
-        live = set(_live_names(each, flat, here, chosen)) if made else set()
-        for number, torchs in enumerate(made):
-            yield f"{key}.{number}", _change_of_torchs(each, torchs, live, flat, manifest, takes_back, extends)
-        if made or not hasattr(optimizer, "init_state"):
-            continue
-        if isinstance(optimizer, UnsteppedStateful) and "names" in inspect.signature(optimizer.init_state).parameters:
-            known = optimizer.held_state_names()
-            name_here = {flat.tied.get(name, name): name for name in known}
-            saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
-            live = set(_live_names(each, flat, here, chosen)).intersection(known)
-            surplus = live - saved
-            unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
-            since = surplus - unstepped if takes_back else set()
-            forget = _known_without_state(each, since, getattr(optimizer, "params", {}), flat, manifest)
-            kept, make = sorted(surplus - unstepped - forget.keys()), sorted(saved - live)
-            entries = stored_state(each, own, manifest, name_here) if make else {}
-            entries = {name: entries.get(flat.tied.get(name, name), {}) for name in make}
-            known_entries = _known_entries(each, entries, flat, manifest)
-            yield key, _Change(optimizer, make, sorted(unstepped), kept, forget, entries=known_entries)
-        elif lacks_state_alone(each, flat, here, manifest.tensors.keys() & own):
-            yield key, _Change(optimizer, None)
 
+    flat: FlatState
+    names: Names
+    stored_all: Manifest
+    takes_back: bool
+    extends: bool
 
-def _change_of_torchs(
-    target: RestoreTarget,
-    torchs: TorchsState,
-    live: Set[str],
-    flat: FlatState,
-    manifest: Manifest,
-    takes_back: bool,
-    extends: bool,
-) -> _Change:
-    """Returns the change that one of torch's optimizers needs, of an object with state of `live` names."""
-    absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
-    refuse_lost_wrappers(target.state_key, torchs.optimizer, {name: torchs.stored[name] for name in absent_names})
-    since = live - torchs.stored.keys() if takes_back else set()
-    forget = _known_without_state(target, since, torchs.parameters, flat, manifest)
-    if isinstance(torchs.optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
-        forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
-    others = of_other_algorithms(target, manifest, flat.tied, other_class)
-    # torch's own classes step with what the stored options ask for, which a load takes in any case.
-    is_due = extends or makes_lazy_state_as_torch(torchs.optimizer)
-    extend = torchs.lacking(live - forget.keys() - set(others)) if is_due else {}
-    absent = torchs.stored.keys() - (live - forget.keys())
-    return _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
+    def changes(self) -> Iterator[tuple[str, _Change]]:
+        """Yields the key of each optimizer that has something stored, with the change that it needs."""
+        flat, manifest, chosen = self.flat, self.names.manifest, self.names.chosen
+        saved_as = cache(partial(stored_dtypes, flat, manifest, self.stored_all))  # once for all, and if at all
+        roots = [each.path for each in flat.targets if isinstance(each.object, Optimizer)]
+        stored_below = keys_below(stored_paths(manifest), roots)
+        here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+        for each in flat.targets:
+            key, optimizer, own = join(each.path), each.object, stored_below.get(each.path, [])
+            here = here_below.get(each.path, [])
+            whole = {key, each.state_key}  # the keys of state that is one plain value, of which names are not in keys
+            if not own or (set(own) == set(here) and whole.isdisjoint(own) and chosen >= set(own)):
+                continue  # each has what the other has
+            torchs = torchs_state(each, own, manifest, flat.tied, saved_as)
+            made = torchs_within(each, own, manifest, flat.tied, saved_as) if torchs is None else [torchs]
+            live = set(_live_names(each, flat, here, chosen))
+            for number, torchs in enumerate(made):
+                yield f"{key}.{number}", self._of_torchs(each, torchs, live)
+            if made or not hasattr(optimizer, "init_state"):
+                continue
+            if isinstance(optimizer, UnsteppedStateful) and "names" in signature(optimizer.init_state).parameters:
+                yield key, self._of_unstepped(each, optimizer, own, live)
+            elif lacks_state_alone(each, flat, here, manifest.tensors.keys() & own):
+                yield key, _Change(optimizer, None)
 
+    def _of_unstepped(
+        self, target: RestoreTarget, optimizer: UnsteppedStateful, keys: Sequence[str], live: Set[str]
+    ) -> _Change:
+        """Returns the change that an optimizer needs which has these keys in the checkpoint."""
+        manifest, tied = self.names.manifest, self.flat.tied
+        known = optimizer.held_state_names()
+        name_here = {tied.get(name, name): name for name in known}
+        saved = {name_here[name] for name in _saved_names(join(target.path), keys, manifest, name_here)}
+        live = live & set(known)
+        surplus = live - saved
+        unstepped = set(optimizer.unstepped_state(surplus)) if surplus else set()
+        since = surplus - unstepped if self.takes_back else set()
+        forget = self._known_without_state(target, since, getattr(optimizer, "params", {}))
+        kept, make = sorted(surplus - unstepped - forget.keys()), sorted(saved - live)
+        stored = stored_state(target, keys, manifest, name_here) if make else {}
+        entries = self._known_entries(target, {name: stored.get(tied.get(name, name), {}) for name in make})
+        return _Change(optimizer, make, sorted(unstepped), kept, forget, entries=entries)
 
-def _known_entries(
-    target: RestoreTarget, stored: Mapping[str, Mapping[Path, Any]], flat: FlatState, manifest: Manifest
-) -> dict[str, list[str]]:
-    """Returns name → its stored entries, of parameters that get stored options of the algorithm that they have here.
+    def _of_torchs(self, target: RestoreTarget, torchs: TorchsState, live: Set[str]) -> _Change:
+        """Returns the change that one of torch's optimizers needs, of an object with state of `live` names."""
+        absent_names = sorted(torchs.stored.keys() - live - set(torchs.strange))
+        refuse_lost_wrappers(target.state_key, torchs.optimizer, {name: torchs.stored[name] for name in absent_names})
+        since = live - torchs.stored.keys() if self.takes_back else set()
+        forget = self._known_without_state(target, since, torchs.parameters)
+        if isinstance(torchs.optimizer, LBFGS):  # made again: its history grows, and has other parts at each step
+            forget |= {name: torchs.parameters[name] for name in live & torchs.stored.keys()}
+        others = of_other_algorithms(target, self.names.manifest, self.flat.tied, other_class)
+        # torch's own classes step with what the stored options ask for, which a load takes in any case.
+        is_due = self.extends or makes_lazy_state_as_torch(torchs.optimizer)
+        extend = torchs.lacking(live - forget.keys() - set(others)) if is_due else {}
+        absent = torchs.stored.keys() - (live - forget.keys())
+        return _Change(torchs, sorted(absent | extend.keys()), forget=forget, extend=extend)
 
-    Args:
-        stored: name → path within its state → what is stored there.
-    """
-    known = {}
-    for name, entries in stored.items():
-        key = target.options_key(name, flat.tied)
-        has_options = key in flat.leaves and isinstance(manifest.values.get(key, ((), None))[1], Mapping)
-        if has_options and not saved_by_another(key, flat, manifest):
-            known[name] = [str(path[0]) for path in entries if len(path) == 1]
-    return known
+    def _known_entries(self, target: RestoreTarget, stored: Mapping[str, Mapping[Path, Any]]) -> dict[str, list[str]]:
+        """Returns name → its stored entries, of those that get stored options of the algorithm that they have here.
 
+        Args:
+            stored: name → path within its state → what is stored there.
+        """
+        flat, manifest, known = self.flat, self.names.manifest, {}
+        for name, entries in stored.items():
+            key = target.options_key(name, flat.tied)
+            has_options = key in flat.leaves and isinstance(manifest.values.get(key, ((), None))[1], Mapping)
+            if has_options and not saved_by_another(key, flat, manifest):
+                known[name] = [str(path[0]) for path in entries if len(path) == 1]
+        return known
 
-def _known_without_state(
-    target: RestoreTarget, names: Iterable[str], parameters: Mapping[str, Tensor], flat: FlatState, manifest: Manifest
-) -> dict[str, Tensor]:
-    """Returns the parameters, of these, that have no stored state but are in the stored groups of the optimizer."""
-    known = [name for name in sorted(names) if target.options_key(name, flat.tied) in manifest.values]
-    return {name: parameters[name] for name in known if name in parameters}
+    def _known_without_state(
+        self, target: RestoreTarget, names: Iterable[str], parameters: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Returns the parameters, of these, that have no stored state but are in the stored groups of the optimizer."""
+        values, tied = self.names.manifest.values, self.flat.tied
+        known = [name for name in sorted(names) if target.options_key(name, tied) in values]
+        return {name: parameters[name] for name in known if name in parameters}
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
