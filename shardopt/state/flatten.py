@@ -57,7 +57,7 @@ from shardopt.state.state import (
     takes_any_part,
     takes_any_state,
 )
-from shardopt.state.trainer_optimizers import unwrapped
+from shardopt.state.trainer_optimizers import state_of, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 from shardopt.state.versions import noted_at
 
@@ -153,10 +153,13 @@ def _set_in_tuple(
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    if isinstance(node, Optimizer):
-        node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
-    state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
+    if isinstance(node, Optimizer):
+        outer, node = node, unwrapped(node, path)
+        state, taker = state_of(outer, node, path)
+    else:
+        state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
+        taker = node
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
@@ -168,7 +171,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
         numbered = _numbered(node, state, flat.names)
         state = state if numbered is None else numbered.named(state)
-    target = RestoreTarget(path, node, _shallow(state, set()), plain, numbered=numbered)
+    target = RestoreTarget(path, node, taker, _shallow(state, set()), plain, numbered=numbered)
     flat.noted += noted_at(path, target.state, node)
 
     is_partial = target.held_names is not None

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.state.paths import STATE, Path, join
-from shardopt.state.state import Stateful
+from shardopt.state.state import CheckedStateful, Stateful
 
 SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
 
@@ -32,7 +32,7 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
             torch's ZeroRedundancyOptimizer.
     """
     while isinstance(node, Optimizer) and not is_constructed(node):
-        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
+        inner = _inner_of(node)
         _refuse_unlike_one(node, inner, path)
         _refuse_lost(node, inner[0], path)
         node = inner[0]
@@ -42,6 +42,56 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
         problem = Problem(join(path) or "app", f"torch's {type(node).__name__}", required, remedy)
         raise StateError("what has its state on one rank at a time cannot be saved and loaded", [problem])
     return node
+
+
+def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any], Stateful]:
+    """Returns the state to save of an optimizer within `node`, and what takes it: a wrapper whose own says more.
+
+    torch's PostLocalSGDOptimizer has the position of its averager in it. A trainer's class that imitates the class of
+    what it wraps has no state of its own, and may gather that of all ranks if it is asked.
+
+    Args:
+        node: the outermost wrapper, or the optimizer itself.
+        inner: as `unwrapped` returns it.
+
+    Raises:
+        StateError: what a wrapper keeps is not in its state, or not beside that of the optimizer.
+    """
+    state = inner.state_dict()
+    while node is not inner:
+        wrapper: Any = node
+        node = _inner_of(wrapper)[0]
+        if type(node) in type(wrapper).__bases__:
+            continue
+        own = wrapper.state_dict() if type(wrapper).state_dict is not Optimizer.state_dict else {}
+        more = own.keys() - state.keys() if isinstance(own, dict) else set()
+        if more and own.keys() >= state.keys() and not isinstance(inner, CheckedStateful):
+            return own, wrapper
+        if more := more or _own_entries(vars(wrapper).get(STATE), inner):
+            _refuse_kept(wrapper, sorted(map(str, more)), path)
+    return state, inner
+
+
+def _inner_of(wrapper: Any) -> list[Optimizer]:
+    """Returns the optimizers that a wrapper has as attributes."""
+    return list({id(each): each for each in vars(wrapper).values() if isinstance(each, Optimizer)}.values())
+
+
+def _own_entries(own: Any, inner: Any) -> set[Any]:
+    """Returns the names in a wrapper's own state by parameter that the optimizer's has not; it may be an older dict."""
+    states = [each.values() if isinstance(each, Mapping) else () for each in (own, inner.state)]
+    has, known = ({name for each in state if isinstance(each, Mapping) for name in each} for state in states)
+    return has - known
+
+
+def _refuse_kept(wrapper: Any, names: Sequence[str], path: Path) -> None:
+    problem = Problem(
+        join(path) or "app",
+        f"a {type(wrapper).__module__}.{type(wrapper).__qualname__}, which keeps {', '.join(names)} itself",
+        "one whose state_dict() has that besides all that the one of torch's optimizer in it has",
+        "give the app the optimizer in it, and under a key of its own what the wrapper keeps",
+    )
+    raise StateError("a wrapper of an optimizer has state that cannot be saved", [problem])
 
 
 def _refuse_unlike_one(wrapper: Any, inner: Sequence[Optimizer], path: Path) -> None:

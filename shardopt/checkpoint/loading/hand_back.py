@@ -78,10 +78,10 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         CheckpointError: an object refused its state; an error of this library as it is. Both say how far the load came.
     """
     for number, target in enumerate(loaded):
-        choices = {"strict": False} if lenient and isinstance(target.object, PartialStateful) else {}
+        choices = {"strict": False} if lenient and isinstance(target.taker, PartialStateful) else {}
         try:
             with keeping_groups_and_dtypes(target.object):
-                target.object.load_state_dict(target.filled_state(), **choices)
+                target.taker.load_state_dict(target.filled_state(), **choices)
                 take_rates(target.object)
         except Exception as error:
             told = _refusal(error, loaded, number)

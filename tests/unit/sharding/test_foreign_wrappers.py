@@ -204,6 +204,103 @@ def test_what_cannot_be_unwrapped_is_refused_at_the_save(tmp_path, call, inner):
         flatten({"optimizer": wrapped})
 
 
+class Averager:
+    """As torch's of a model, which needs a process group."""
+
+    step = 0
+
+    def average_parameters(self, params):
+        self.step += 1
+
+
+class Lookahead(Delegating):
+    """As many write it: steps on slow weights now and then, and keeps them itself."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.slow = [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
+        self.counter = 0
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        self.counter += 1
+        for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.counter % 3 == 0:
+                slow.lerp_(parameter.detach(), 0.5)
+                parameter.data.copy_(slow)
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "slow": self.slow, "counter": self.counter}
+
+    def load_state_dict(self, state_dict):
+        self.slow, self.counter = state_dict["slow"], state_dict["counter"]
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("around", [lambda optimizer: optimizer, Delegating, Gathering])
+@pytest.mark.parametrize("taken", [True, False], ids=["stepped", "new"])
+def test_what_a_wrapper_keeps_itself_resumes(tmp_path, around, taken):
+    def fresh():
+        return make_app("torch", lambda optimizer: around(Lookahead(optimizer)))
+
+    app, resumed = fresh(), fresh()
+    train(app, 4)
+    checkpoint.save(tmp_path / "c", app)
+    assert {"optimizer.counter", "optimizer.slow.0", "optimizer.state.weight.exp_avg"} <= {
+        *flatten({"model": app["model"], "optimizer": app["optimizer"]}).leaves
+    }
+    groups = resumed["optimizer"].param_groups[0]
+    if taken:
+        train(resumed, 2)
+    checkpoint.load(tmp_path / "c", resumed, init_state=True)
+    assert resumed["optimizer"].param_groups[0] is groups
+    for each in (app, resumed):
+        train(each, 4)
+    actual, expected = flatten(resumed).leaves, flatten(app).leaves
+    assert actual.keys() == expected.keys()
+    for key, leaf in expected.items():
+        same = torch.equal if isinstance(leaf.value, torch.Tensor) else lambda one, other: one == other
+        assert same(actual[key].value, leaf.value), key
+
+
+def test_the_averager_of_post_local_sgd_resumes(tmp_path):
+    with warnings.catch_warnings(action="ignore"):
+        from torch.distributed.optim import PostLocalSGDOptimizer
+    apps = [make_app("torch", lambda optimizer: PostLocalSGDOptimizer(optimizer, Averager())) for _ in range(2)]
+    train(apps[0], 3)
+    checkpoint.save(tmp_path / "c", apps[0])
+    checkpoint.load(tmp_path / "c", apps[1], init_state=True)
+    assert apps[1]["optimizer"].averager.step == 3
+
+
+def test_what_a_wrapper_keeps_and_cannot_get_back_is_refused_at_the_save(tmp_path):
+    class Nested(Lookahead):
+        def state_dict(self):
+            return {"fast": self.optimizer.state_dict(), "slow": self.slow}
+
+    class Silent(Delegating):
+        state, state_dict = None, torch.optim.Optimizer.state_dict
+
+        def __init__(self, optimizer):
+            super().__init__(optimizer)
+            self.state = {}
+
+    refused = [("torch", Nested, "fast, slow"), ("keyed", Lookahead, "counter, slow"), ("torch", Silent, "slow_weight")]
+    for maker, wrap, names in refused:
+        app = make_app(maker, wrap)
+        train(app, 1)
+        if wrap is Silent:
+            checkpoint.save(tmp_path / "c", app)
+            weight = app["model"].weight
+            app["optimizer"].state = {weight: dict(app["optimizer"].optimizer.state[weight])}
+            flatten(app)  # as one that a load has left behind
+            app["optimizer"].state[weight]["slow_weight"] = weight.detach()
+        with pytest.raises(StateError, match=rf"optimizer: found a .*{wrap.__name__}, which keeps {names} itself"):
+            flatten(app)
+        inner = app["optimizer"].optimizer  # as the remedy says
+        flatten({**app, "optimizer": inner, "kept": {"counter": 1}})
+
+
 def test_what_has_run_its_constructor_is_itself():
     model = nn.Linear(1, 1)
 
