@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, cast
 
@@ -74,30 +75,48 @@ def _frames() -> Iterator[FrameType]:
 
 
 def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
-    """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters.
+    """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters."""
+    wanted = set(map(id, parameters))
+    with _none_frozen():
+        if not _reducing(wanted):
+            return False
+        gc.collect()  # one that nobody has any more
+        return bool(_reducing(wanted))
+
+
+def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
+    """Returns what communication hooks of a DistributedDataParallel of these parameters were registered with.
+
+    Not process groups, which are the same in each run, and torch's own states for mixed precision and steps in
+    backward.
+    """
+    with _none_frozen():
+        states = [state for each in _reducing(set(map(id, parameters))) for _, state in each._comm_hooks]
+    none = type(None) | dist.ProcessGroup
+    return [each for each in states if not isinstance(each, none) and not type(each).__name__.startswith("_")]
+
+
+def _reducing(wanted: set[int]) -> list[Any]:
+    """Returns the instances of DistributedDataParallel that have any of the parameters with these ids.
 
     Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
     knows are asked whether they refer to that class, which takes a twentieth of a second where there are a million.
     """
     if not dist.is_initialized():
-        return False  # DistributedDataParallel needs a process group
-    wanted = set(map(id, parameters))
+        return []  # DistributedDataParallel needs a process group
     kinds = _with_subclasses(DistributedDataParallel)
+    # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
+    instances = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
+    return [each for each in instances if any(id(own) in wanted for own in vars(each).get("_module_parameters", ()))]
 
-    def is_reduced() -> bool:
-        # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
-        reducing = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
-        return any(
-            id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
-        )
 
+@contextmanager
+def _none_frozen() -> Iterator[None]:
+    """Lets objects be found that `gc.freeze` keeps out of collections: they are in no list."""
     frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # objects that `gc.freeze` keeps out of collections are found in no list
+    gc.unfreeze()
     try:
-        if not is_reduced():
-            return False
-        gc.collect()  # one that nobody has any more
-        return is_reduced()
+        yield
     finally:
         if frozen:
             gc.freeze()

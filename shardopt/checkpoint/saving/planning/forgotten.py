@@ -1,7 +1,7 @@
 """Tells of what would begin anew in a resumed run: a schedule of torch's, torchrec's warm-up, an inner optimizer.
 
-And what goes along with optimizers (averages, scalers, plateau schedules), the position in the data, and metrics of
-torchmetrics' that save nothing, as none of their states is persistent by default.
+And what goes along with optimizers (averages, scalers, plateau schedules), the position in the data, the state of DDP's
+communication hooks, and metrics of torchmetrics' that save nothing, as none of their states is persistent by default.
 
 An optimizer does not know torch's schedules, only that there are some; so the state that is saved is searched for one.
 torchrec's warm-up keeps its position as the state of a parameter that no group has. Where it is saved
@@ -27,6 +27,7 @@ from shardopt.checkpoint.saving.planning.app_warnings import note_rates
 from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
 from shardopt.runtime.companions import are_noted, companions_of
+from shardopt.runtime.torch_gradients import states_of_communication_hooks
 from shardopt.runtime.torch_private import is_scheduled
 from shardopt.state.containers import entries_of
 from shardopt.state.param_groups import PARAMS
@@ -37,6 +38,7 @@ from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
 _seen: WeakSet[Optimizer] = WeakSet()
+_reduced: WeakSet[Optimizer] = WeakSet()  # whose gradients' communication was looked at
 _told: WeakSet[Optimizer] = WeakSet()  # of those that save state in no group
 
 _MOST_LOOKED_AT = 64
@@ -60,6 +62,8 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     if others := [each for each in others if isinstance(each.object, Optimizer)]:
         lines += [*_states_without_group(others, flat), *_inner_optimizers(others, flat)]
         note_rates(others)
+    if not_seen := [each for _, each in optimizers if each not in _reduced]:
+        lines += _forgotten_hooks(not_seen, flat)
     if are_noted():
         lines += _forgotten_companions(optimizers, flat)
     if optimizers and (samplers := [each for each in samplers_in_loops() if each not in _told_of]):
@@ -80,6 +84,21 @@ def _forgotten_schedules(scheduled: Mapping[str, Optimizer], flat: FlatState) ->
             'it anew. Add it ({"schedule": schedule}), or make it in a resumed run with last_epoch= the steps that it '
             "had made, less one [optimizer-state]"
         )
+
+
+def _forgotten_hooks(optimizers: Sequence[Optimizer], flat: FlatState) -> Iterator[str]:
+    """Yields a line for each state of communication hooks, of the optimizers' parameters, that no object of it has."""
+    _reduced.update(optimizers)
+    groups = (group for each in optimizers for group in each.param_groups)
+    states = states_of_communication_hooks(tensor for group in groups for tensor in group[PARAMS])
+    within = {*(id(each.object) for each in flat.targets), *map(id, _attributes_in(flat))} if states else ()
+    for state in states:
+        if id(state) not in within:
+            yield (
+                f"a communication hook of DistributedDataParallel has a {type(state).__name__}, which no object of the "
+                "app has: a resumed run would begin it anew, and so have other gradients. Add one as in "
+                "docs/limits.md#communication-hooks [optimizer-state]"
+            )
 
 
 def _forgotten_companions(optimizers: Sequence[tuple[Path, Optimizer]], flat: FlatState) -> Iterator[str]:

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.saving.planning.forgotten import tell_of_what_is_lost
 from shardopt.integrations.loader import ResumableLoader
+from shardopt.state.flatten import flatten
+from tests.support.fake_rank import fake_rank
 
 SAMPLES = TensorDataset(torch.ones(16, 2))
 
@@ -138,3 +142,30 @@ def test_loops_that_have_ended_and_those_of_an_evaluation_are_not_told_of(tmp_pa
     next(evaluated)
     checkpoint.save(tmp_path / "2", app_of() | {"data": data}, durable=False)
     assert not caplog.messages
+
+
+class HookState:
+    """As that of torch's hooks: no weak reference can be had of it."""
+
+    __slots__ = ("iter",)
+
+
+class Holder(Trainer):
+    def __init__(self, state):
+        self.state, self.hidden = state, dict
+
+
+@pytest.mark.parametrize("kept", ["module", "wrapped", "by the app", "nothing", "group"])
+def test_the_state_of_a_communication_hook_is_told_of_once_if_the_app_lacks_it(caplog, kept):
+    module = torch.nn.Linear(2, 1)
+    app = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
+    with fake_rank(0, 1):
+        wrapped = DistributedDataParallel(module)
+        state = {"nothing": None, "group": torch.distributed.group.WORLD}.get(kept, HookState())
+        wrapped.register_comm_hook(state, lambda state, bucket: bucket)
+        app |= {"model": wrapped if kept == "wrapped" else module}
+        if kept == "by the app":
+            app["hook"] = Holder(state)
+        for _ in range(2):
+            tell_of_what_is_lost(flatten(app), None)
+    assert len(caplog.messages) == (kept in ("module", "wrapped"))
