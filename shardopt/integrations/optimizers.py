@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardopt.errors import Problem, StateError
 from shardopt.optim.keyed import KeyedOptimizer, keyed
 from shardopt.runtime.torch_private import note_steps_for_schedules
+from shardopt.state.trainer_optimizers import is_constructed, state_of
 
 _PARAMS = "params"
 
@@ -21,6 +22,8 @@ _PARAMS = "params"
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer within wrappers that call it `optimizer` (Lightning's, Accelerate's)."""
     while not isinstance(optimizer, KeyedOptimizer) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        if isinstance(optimizer, Optimizer) and is_constructed(optimizer):
+            break  # an optimizer of its own around another
         optimizer = optimizer.optimizer
     return optimizer
 
@@ -32,9 +35,12 @@ def require_keyed(optimizers: Iterable[Any], remedy: str) -> list[KeyedOptimizer
         StateError: one of them is none, whose state could be saved and not be loaded into a new one; or its
             parameters are no longer those that it was made for.
     """
-    found = [unwrapped(each) for each in optimizers]
-    problems = []
+    given = [*optimizers]
+    found, problems = [unwrapped(each) for each in given], []
     for i, each in enumerate(found):
+        within = getattr(given[i], "optimizer", None)
+        if isinstance(each, KeyedOptimizer) and isinstance(within, Optimizer) and each not in (given[i], within):
+            state_of(within, each, (f"optimizers[{i}]",))  # refuses what a wrapper in between keeps
         if not isinstance(each, KeyedOptimizer):
             kind = f"{type(each).__module__}.{type(each).__qualname__}"
             problems.append(Problem(f"optimizers[{i}]", f"a {kind}", "one that is keyed by parameter name", remedy))

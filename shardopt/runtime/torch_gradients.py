@@ -92,8 +92,8 @@ def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
     """
     with _none_frozen():
         states = [state for each in _reducing(set(map(id, parameters))) for _, state in each._comm_hooks]
-    none = type(None) | dist.ProcessGroup
-    return [each for each in states if not isinstance(each, none) and not type(each).__name__.startswith("_")]
+    own = [each for each in states if not isinstance(each, type(None) | dist.ProcessGroup)]
+    return [each for each in own if not type(each).__name__.startswith("_")]
 
 
 def _reducing(wanted: set[int]) -> list[Any]:

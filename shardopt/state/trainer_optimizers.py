@@ -63,7 +63,12 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
         node = _inner_of(wrapper)[0]
         if type(node) in type(wrapper).__bases__:
             continue
-        own = wrapper.state_dict() if type(wrapper).state_dict is not Optimizer.state_dict else {}
+        own: Any = {}
+        if type(wrapper).state_dict is not Optimizer.state_dict:
+            try:
+                own = wrapper.state_dict()
+            except AttributeError as error:  # of its base class, as that of torch_optimizer's Lookahead
+                _refuse_kept(wrapper, [f"state that its state_dict() does not give ({error})"], path)
         more = own.keys() - state.keys() if isinstance(own, dict) else set()
         if more and own.keys() >= state.keys() and not isinstance(inner, CheckedStateful):
             return own, wrapper

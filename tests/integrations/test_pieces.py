@@ -31,6 +31,16 @@ class Wrapper(torch.optim.Optimizer):
     def __init__(self, optimizer, scaler=None):
         self.optimizer, self.scaler = optimizer, scaler
 
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+
+class Lookahead(Wrapper):
+    """One that keeps weights itself."""
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "slow": torch.zeros(1)}
+
 
 def make(seed=0):
     torch.manual_seed(seed)
@@ -105,6 +115,14 @@ def test_optimizers_that_cannot_be_keyed_are_refused_by_name():
         keyed_like(optimizer, make()[0].named_parameters(), "do this")
     with pytest.raises(StateError, match="mixed_precision: found fp16"):
         make_keyed(Wrapper(optimizer, scaler=object()), model, [], "do this")
+    keyed = shardopt.keyed("adamw", model.named_parameters())
+    assert require_keyed([Wrapper(Wrapper(keyed))], "do this") == [keyed]
+    with pytest.raises(StateError, match=r"optimizers\[0\]: found a .*Lookahead, which keeps slow itself"):
+        require_keyed([Wrapper(Lookahead(keyed))], "do this")
+    outer = torch.optim.SGD(groups)
+    outer.optimizer = keyed
+    with pytest.raises(StateError, match=r"optimizers\[0\]: found a torch.optim.sgd.SGD; .* do this"):
+        require_keyed([Wrapper(outer)], "do this")
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     with pytest.raises(StateError, match="state: found that of steps taken"):

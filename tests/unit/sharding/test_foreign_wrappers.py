@@ -285,6 +285,15 @@ def test_what_a_wrapper_keeps_and_cannot_get_back_is_refused_at_the_save(tmp_pat
             super().__init__(optimizer)
             self.state = {}
 
+    class ByBase(Lookahead):
+        state = None  # as an Optimizer's, whose constructor makes it
+
+        def state_dict(self):
+            return {"slow": self.slow, **super(Delegating, self).state_dict()}
+
+    wrapped = make_app("torch", ByBase)
+    with pytest.raises(StateError, match=r"ByBase, which keeps state that its state_dict\(\) does not give \(.*hooks"):
+        checkpoint.save(tmp_path / "c", wrapped)
     refused = [("torch", Nested, "fast, slow"), ("keyed", Lookahead, "counter, slow"), ("torch", Silent, "slow_weight")]
     for maker, wrap, names in refused:
         app = make_app(maker, wrap)
