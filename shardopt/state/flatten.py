@@ -153,9 +153,9 @@ def _set_in_tuple(
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
+    outer, plain_module = node, getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     if isinstance(node, Optimizer):
-        outer, node = node, unwrapped(node, path)
+        node = unwrapped(node, path)
         state, taker = state_of(outer, node, path)
     else:
         state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
@@ -171,7 +171,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
         numbered = _numbered(node, state, flat.names)
         state = state if numbered is None else numbered.named(state)
-    target = RestoreTarget(path, node, taker, _shallow(state, set()), plain, numbered=numbered)
+    target = RestoreTarget(path, node, taker, outer, _shallow(state, set()), plain, numbered=numbered)
     flat.noted += noted_at(path, target.state, node)
 
     is_partial = target.held_names is not None

@@ -159,7 +159,9 @@ class Leaf:
 class RestoreTarget:
     """An object of `app`, and the state that it gave; a load fills that, and passes it to `load_state_dict`.
 
-    `taker` takes it: the object, or a wrapper of an optimizer whose own state says more than the optimizer's.
+    `taker` takes it: the object, or a wrapper of an optimizer whose own state says more than the optimizer's. The app
+    has `outer`: the object, or the outermost wrapper of an optimizer.
+
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
     what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks. `numbered` is there
@@ -170,6 +172,7 @@ class RestoreTarget:
     path: Path
     object: Stateful
     taker: Stateful
+    outer: Stateful
     state: dict[str, Any]
     plain_names: Mapping[str, str] = field(default_factory=dict)
     groups: Groups | None = None

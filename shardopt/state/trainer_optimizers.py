@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -58,10 +59,8 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
         StateError: what a wrapper keeps is not in its state, or not beside that of the optimizer.
     """
     state = inner.state_dict()
-    while node is not inner:
-        wrapper: Any = node
-        node = _inner_of(wrapper)[0]
-        if type(node) in type(wrapper).__bases__:
+    for wrapper, within in pairwise(layers_of(node)):
+        if type(within) in type(wrapper).__bases__:
             continue
         own: Any = {}
         if type(wrapper).state_dict is not Optimizer.state_dict:
@@ -75,6 +74,14 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
         if more := more or _own_entries(vars(wrapper).get(STATE), inner):
             _refuse_kept(wrapper, sorted(map(str, more)), path)
     return state, inner
+
+
+def layers_of(node: Any) -> Iterator[Any]:
+    """Yields a wrapper that `unwrapped` takes, what it wraps, and so on to the optimizer itself."""
+    yield node
+    while isinstance(node, Optimizer) and not is_constructed(node):
+        node = _inner_of(node)[0]
+        yield node
 
 
 def _inner_of(wrapper: Any) -> list[Optimizer]:

@@ -33,7 +33,7 @@ from shardopt.state.containers import entries_of
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import STATE, Path, is_below, join
 from shardopt.state.state import FlatState, PartialStateful, PerRank, RestoreTarget
-from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP
+from shardopt.state.trainer_optimizers import SHARDOPTS_WARM_UP, layers_of
 
 _IN_EACH_STATE = "_last_lr"  # the rates that a schedule of torch's has set last
 
@@ -56,11 +56,16 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     """
     saved, lines = flat.saved_targets(), list[str]()
     optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
-    if scheduled := {join(path): each for path, each in optimizers if each not in _seen and is_scheduled(each)}:
+    new = [(each, each.object) for each in saved if isinstance(each.object, Optimizer) and each.object not in _seen]
+    if scheduled := {join(each.path): own for each, own in new if any(map(is_scheduled, layers_of(each.outer)))}:
         lines += _forgotten_schedules(scheduled, flat)
     others = [each for each in saved if not isinstance(each.object, PartialStateful)]
     if others := [each for each in others if isinstance(each.object, Optimizer)]:
-        lines += [*_states_without_group(others, flat), *_inner_optimizers(others, flat)]
+        lines += [
+            *_states_without_group(others, flat),
+            *_inner_optimizers(others, flat),
+            *_unsaved_attributes(others, flat),
+        ]
         note_rates(others)
     if not_seen := [each for _, each in optimizers if each not in _reduced]:
         lines += _forgotten_hooks(not_seen, flat)
@@ -160,15 +165,45 @@ def _inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState) -> Itera
         outer = each.object
         if isinstance(getattr(outer, "params", None), Mapping):
             continue
-        for name, inner in vars(outer).items():
-            if not isinstance(inner, Optimizer) or inner in _told or not (tensors := _tensors_of(inner)):
-                continue
-            _told.add(inner)
-            if tensors.isdisjoint(id(leaf.value) for leaf in flat.leaves.values()):
+        for name, value in [*vars(outer).items()]:
+            within = [value, *islice(entries_of(value) or (), _MOST_LOOKED_AT)]
+            inner = [each for each in within if isinstance(each, Optimizer) and each not in _told and _tensors_of(each)]
+            _told.update(inner)
+            saved = {id(leaf.value) for leaf in flat.leaves.values()} if inner else set()
+            if any(saved.isdisjoint(_tensors_of(each)) for each in inner):
                 yield (
                     f"{join(each.path)}.{name} has state, which that optimizer does not save: a resume would begin it "
                     f'anew. Add it to the app under a key of its own ({{"inner": optimizer.{name}}}) [optimizer-state]'
                 )
+
+
+def _unsaved_attributes(others: Sequence[RestoreTarget], flat: FlatState) -> Iterator[str]:
+    """Yields a line for each optimizer of a program's own that saves no state, and has tensors as attributes."""
+    for each in others:
+        optimizer: Any = each.object
+        by_torch = type(optimizer).state_dict is Optimizer.state_dict and "state_dict" not in vars(optimizer)
+        if (
+            optimizer.state
+            or not by_torch
+            or optimizer in _told
+            or f"{type(optimizer).__module__}.".startswith("torch.")
+        ):
+            continue
+        known = {id(leaf.value) for leaf in flat.leaves.values()}
+        known |= {id(tensor) for group in optimizer.param_groups for tensor in group[PARAMS]}
+        own = {
+            name: (value, *islice(entries_of(value) or (), _MOST_LOOKED_AT))
+            for name, value in [*vars(optimizer).items()]
+        }
+        lost = [
+            name for name, values in own.items() if any(isinstance(v, Tensor) and id(v) not in known for v in values)
+        ]
+        if lost:
+            _told.add(optimizer)
+            yield (
+                f"{join(each.path)} keeps tensors in {', '.join(lost)}, and its state_dict() has no state: a resume "
+                "would begin them anew. Keep them in its state[parameter] [optimizer-state]"
+            )
 
 
 def _unsaved_metrics(empty: Sequence[RestoreTarget]) -> Iterator[str]:

@@ -181,20 +181,21 @@ def test_a_warm_up_that_a_combined_optimizer_leaves_out_is_refused(tmp_path):
 class Outer(torch.optim.Optimizer):
     """Around another, of whose state it saves nothing, as SAM; or all, as Lookahead."""
 
-    def __init__(self, inner, in_full):
+    def __init__(self, inner, in_full, hold=lambda inner: inner):
         super().__init__(inner.param_groups, inner.defaults)
-        self.base = inner
+        self.base = hold(inner)
         if in_full:
             self.state_dict = inner.state_dict
 
 
+@pytest.mark.parametrize("hold", [lambda inner: inner, lambda inner: [inner], lambda inner: {0: inner}])
 @pytest.mark.parametrize("how", ["lost", "in full", "beside it", "not stepped"])
-def test_state_of_an_optimizer_in_another_that_is_not_saved_is_told_once(tmp_path, caplog, how):
+def test_state_of_an_optimizer_in_another_that_is_not_saved_is_told_once(tmp_path, caplog, how, hold):
     model = torch.nn.Linear(2, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    app = {"model": model, "optimizer": Outer(inner, in_full=how == "in full")}
+    app = {"model": model, "optimizer": Outer(inner, how == "in full", hold)}
     if how == "beside it":
-        app["base"] = inner
+        app["base"] = hold(inner)
     if how != "not stepped":
         model(torch.ones(1, 2)).sum().backward()
         inner.step()
@@ -202,6 +203,48 @@ def test_state_of_an_optimizer_in_another_that_is_not_saved_is_told_once(tmp_pat
         checkpoint.save(tmp_path / f"{number}", app)
     told = [each for each in caplog.messages if "optimizer.base has state" in each]
     assert len(told) == (how == "lost")
+
+
+class HandsOn(torch.optim.Optimizer):
+    """A wrapper whose constructor does not run torch's, as Opacus' DPOptimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.param_groups, self.defaults = optimizer.param_groups, optimizer.defaults
+        self.state_dict = optimizer.state_dict
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("to", ["wrapper", "optimizer", "none"])
+def test_a_schedule_of_a_wrapper_of_an_optimizer_is_told_of(tmp_path, caplog, to):
+    model = torch.nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = HandsOn(HandsOn(inner))
+    schedule = None if to == "none" else LambdaLR(wrapper if to == "wrapper" else inner, float)
+    lines = told(tmp_path, caplog, {"model": model, "optimizer": wrapper})
+    assert sum("a schedule sets the rates of optimizer" in each for each in lines) == (schedule is not None)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """One that keeps moments by number, as K-FAC does, which torch's state_dict leaves out."""
+
+    def __init__(self, params, where):
+        super().__init__(params, {})
+        held = self.param_groups[0]["params"]
+        self.moments = held if where == "parameter" else {n: each.detach().clone() for n, each in enumerate(held)}
+        if where == "state":
+            self.state = {each: {"moment": self.moments.pop(n)} for n, each in enumerate(held)}
+
+
+@pytest.mark.parametrize("where", ["attribute", "state", "parameter", "app"])
+def test_tensors_of_an_optimizer_outside_its_state_are_told_of_once(tmp_path, caplog, where):
+    model = torch.nn.Linear(2, 2)
+    optimizer = Preconditioned(model.parameters(), where)
+    app = {"model": model, "optimizer": optimizer, "moments": optimizer.moments if where == "app" else 1}
+    lines = told(tmp_path, caplog, app)
+    assert sum("optimizer keeps tensors in moments, " in each for each in lines) == (where == "attribute")
 
 
 class Filled:
