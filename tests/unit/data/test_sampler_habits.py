@@ -305,3 +305,64 @@ def test_a_position_of_an_earlier_version_says_nothing_of_batches(lines, tmp_pat
     checkpoint.save(tmp_path, {"data": saved}, durable=False)
     checkpoint.load(tmp_path, {"data": resumed})
     assert (resumed.batch_size, resumed.position) == (5, 4) and lines() == []
+
+
+def short_epochs(loader, at, batches, epochs, dies_after=None):
+    """Trains epochs of so many batches; returns the samples of each batch, and the state after the last one."""
+    seen, state = [], None
+    for epoch in range(at.epoch, epochs):
+        for batch in loader():
+            seen.append(batch[0].tolist())
+            if at.position >= batches * at.batch_size:
+                at.epoch, at.position = epoch + 1, 0
+            state = at.state_dict()
+            if len(seen) == dies_after:
+                return seen, state
+            if at.epoch > epoch:
+                break
+    return seen, state
+
+
+@pytest.mark.parametrize("is_loader", [False, True], ids=["through", "ResumableLoader"])
+def test_epochs_that_a_program_ends_early_resume(caplog, is_loader):
+    def made():
+        if is_loader:
+            loader = ResumableLoader(SAMPLES, batch_size=4)
+            return lambda: loader, loader.position
+        sampler, loader = sampler_and_loader()
+        return lambda: sampler.through(loader), sampler
+
+    with caplog.at_level(logging.INFO, logger="shardopt"):
+        whole, _ = short_epochs(*made(), 6, 3)
+        assert len(whole) == 18
+        for dies_after in (2, 6, 7, 17, 18):
+            seen, state = short_epochs(*made(), 6, 3, dies_after)
+            loader, at = made()
+            at.load_state_dict(state)
+            assert seen + short_epochs(loader, at, 6, 3)[0] == whole
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("is_loader", [False, True], ids=["through", "ResumableLoader"])
+def test_a_loop_that_goes_on_where_another_was_left_is_told_of_once(caplog, is_loader):
+    loader = ResumableLoader(SAMPLES, batch_size=4)
+    at = loader.position
+    if not is_loader:
+        at, batches = sampler_and_loader()
+
+    def loop(batches_of_it):
+        for number, _ in enumerate(loader if is_loader else at.through(batches), 1):
+            if number == batches_of_it:
+                break
+
+    with caplog.at_level(logging.INFO, logger="shardopt"):
+        loop(10), loop(None)  # a `break` at the last batch, behind which `through` has an empty epoch
+        assert not any(line.startswith("this loop") for line in caplog.messages)
+        caplog.clear()
+        for _ in range(2):
+            at.load_state_dict({**at.state_dict(), "epoch": 5, "position": 12})  # as a rewind
+            loop(3)
+        assert caplog.messages == []
+        loop(2), loop(2)
+    (line,) = caplog.messages
+    assert line.startswith("this loop goes on in epoch 5 at sample 24, where the loop before it was left")
