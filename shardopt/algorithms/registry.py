@@ -387,6 +387,8 @@ def unknown(algorithm: type[Optimizer] | str) -> Problem:
     if isinstance(algorithm, type) and any(spec.name == key for spec in algorithms()):
         remedy = f"use the registered {key}, by that name, or {remedy}"
         key = f"{algorithm.__module__}.{key}"
+    elif str(getattr(algorithm, "__module__", "")).startswith(("torchao.", "bitsandbytes.")):
+        remedy = f"for state in 8 bits pass shardopt.keyed(name, ..., state_dtype=torch.uint8), or {remedy}"
     return Problem(
         key=key,
         found=found,

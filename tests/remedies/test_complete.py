@@ -36,6 +36,7 @@ TEXTS = {
     "make the averages again where the model changes": "tests/unit/optim/test_averaging.py follows it",
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
+    "for state in 8 bits pass shardopt.keyed": "tests/unit/optim/test_keyed.py",
     "state_dict() gave a": "what was found, and no remedy",
     "use as many ranks; or keep what is there": "tests/integrations/test_torchdata.py follows it",
     "options of the checkpoint replace": "tests/remedies/test_optimizers.py reads the line",

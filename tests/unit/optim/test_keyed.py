@@ -767,6 +767,14 @@ def test_a_stranger_of_a_registered_name_is_told_by_its_module():
         shardopt.keyed(stranger, parameters())
 
 
+@pytest.mark.parametrize("module", ["torchao.optim.adam", "bitsandbytes.optim.adamw"])
+def test_a_stranger_with_state_in_8_bits_is_told_of_ours(module):
+    stranger = type("AdamW8bit", (Signum,), {"__module__": module})
+    words = r"AdamW8bit: found .*; for state in 8 bits pass shardopt\.keyed\(name, .*, state_dtype=torch\.uint8\), or"
+    with pytest.raises(AlgorithmError, match=words):
+        shardopt.keyed(stranger, parameters())
+
+
 def test_a_stranger_is_refused_until_it_is_registered(monkeypatch):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     for stranger in (Signum, OwnStep, "signum"):
