@@ -70,7 +70,7 @@ def rows():
             for ranks in RANKS:
                 for layouts in (MIXED, ALONE) if dtype == torch.float32 else (MIXED,):
                     # What is fused goes by the dtype, and may be refused in one.
-                    of_dtype = plainest or (first and kind[-1]) if dtype == torch.float64 else first
+                    of_dtype = first if dtype == torch.float32 else plainest or (first and kind[-1])
                     usual = layouts is MIXED and ranks == 4 and (of_dtype or (dtype == torch.float32 and in_turn))
                     usual = usual or (layouts is MIXED and dtype == torch.float32 and plainest)
                     if name in OWN_OPTIONS:  # which share their bookkeeping

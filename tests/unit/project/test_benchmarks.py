@@ -129,8 +129,9 @@ def here(monkeypatch, tmp_path):
     torch.set_num_threads(threads)
 
 
-# Which starts the stand-in in a process of its own, as `on_gpu` does below with a section of the same counts.
-TAKES_LONG = {"launches"}
+# What takes half a second or more. Their calls are type-checked in every run, as those of all benchmarks.
+TAKES_LONG = {"agreement", "async_save", "checkpoint", "estimates", "launches", "object_stores", "recovery"}
+TAKES_LONG |= {"state_memory"}
 
 
 @pytest.mark.parametrize(
@@ -155,12 +156,11 @@ def test_it_runs(name, here, monkeypatch, tmp_path, capsys):
     assert "|" in capsys.readouterr().out or (tmp_path / f"{name}.md").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(standin.lacking()), reason=standin.lacking() or "it is there")
-def test_all_of_what_is_run_on_a_gpu(here, monkeypatch, capfd, request):
+def test_all_of_what_is_run_on_a_gpu(here, monkeypatch, capfd):
     module = here("on_gpu")
     sections = [*module.SECTIONS]
-    if not request.config.getoption("--exhaustive"):
-        sections.remove("tests")  # which collects tests, in a process of its own
     monkeypatch.setattr(sys, "argv", ["on_gpu", "--device", "standin", "--section", *sections])
     module.main()
     printed = capfd.readouterr().out
