@@ -3,10 +3,14 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
+from _pytest.runner import runtestprotocol
+
+_LONG_SECONDS = 0.1  # that the list of what took longest may have
 
 # Before torch is imported. As many workers of pytest as there are cores would each have as many threads, which wait for
 # one another in loops: with tensors as small as those of the tests that takes longer than what they compute.
@@ -56,8 +60,26 @@ def pytest_collection_finish() -> None:
     _keep_out_of_collections()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """In a worker: reports on setup and teardown are left out where nothing is in them.
+
+    There are two of them for each test, which are packed, sent, unpacked and shown to all plugins for nothing.
+    """
+    if not hasattr(item.config, "workerinput") or item.config.getoption("xmlpath", None):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.when == "call" or not report.passed or report.sections or report.duration > _LONG_SECONDS:
+            item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path != item.path:
+    if nextitem is None or nextitem.path != item.path:
+        if (harness := sys.modules.get("tests.harness.ranks")) is not None:
+            harness.end_staying()
         _keep_out_of_collections()
 
 

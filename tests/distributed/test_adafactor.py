@@ -27,6 +27,8 @@ from tests.support.layouts import (
     worst_difference,
 )
 
+RANKS_STAY = True
+
 STEPS, HALF_WAY = 5, 2
 ABSENT = {1: {"even", "table", "plain", "table_columns"}, 3: SHAPES.keys() - {"uneven"}}
 TOLERANCE = 1e-5

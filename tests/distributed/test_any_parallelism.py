@@ -11,6 +11,8 @@ from tests.harness import run_ranks
 from tests.support import pipelined
 from tests.support.parallel_jobs import CASES, SPLITS, TIED, Job, Split, compare, places, whole_state
 
+RANKS_STAY = True
+
 AFTER = 3  # steps after the load
 
 _BY_RANKS = {ranks: [*splits] for ranks, splits in groupby(sorted(SPLITS, key=lambda s: s.ranks), lambda s: s.ranks)}

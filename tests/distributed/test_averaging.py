@@ -13,6 +13,8 @@ import shardopt
 from shardopt import checkpoint
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 KINDS = {
     "ema": (lambda net, **options: shardopt.EMA(net, 0.8, **options), get_ema_multi_avg_fn(0.8)),
     "swa": (shardopt.SWA, get_swa_multi_avg_fn()),

@@ -35,6 +35,9 @@ ORDERS = [0.5, 1.0, 2.0, 3.0, INF]
 COLLECTIVES = [f"torch.distributed:{name}" for name in ("all_reduce", "all_gather_into_tensor", "broadcast", "barrier")]
 
 
+RANKS_STAY = True
+
+
 def clip_jobs(jobs):
     """Clips each (layout, p) to half its norm; checks every local gradient, and gives the norms."""
     meshes, norms = Meshes(), []

@@ -26,6 +26,8 @@ from shardopt.checkpoint.dcp import StorageReader, StorageWriter
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.support.optimizers import same
 
+RANKS_STAY = True
+
 DOORS = ("objects", "nested", "flattened", "ours")
 """How state is handed over: to DCP as objects, by torch's getters in either form, or to `checkpoint` itself."""
 SCHEDULE = {

@@ -1,5 +1,6 @@
 """Saves of changed elements by several ranks: a chain saved on two is loaded on one, two and three."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +14,8 @@ from shardopt.checkpoint.saving.writing.earlier import OnDisk
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from tests.harness import run_ranks
+
+RANKS_STAY = True
 
 FORMS = {
     "rows": (torch.bfloat16, (900, 301)),
@@ -125,9 +128,10 @@ def test_ranks_with_several_boxes_of_a_tensor(tmp_path):
 
 def save_without_base_on_rank_1(root):
     save(root, [0, 1])
-    if dist.get_rank() == 1:
-        saving.open_found = lambda *found: None
-    save(root, [2])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(saving, "open_found", lambda *found: None)
+        save(root, [2])
     load(root, 2)
 
 
@@ -152,11 +156,12 @@ def place(step, placement):
 
 
 def save_touched(root, steps):
-    for step in range(steps):
-        app = place(step, Shard(0))
-        checkpoint.save(f"{root}/{step}", app, base=f"{root}/{step - 1}" if step else None, durable=False)
-        if step == 1:  # from now on rows are known
-            OnDisk.reading = None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for step in range(steps):
+            app = place(step, Shard(0))
+            checkpoint.save(f"{root}/{step}", app, base=f"{root}/{step - 1}" if step else None, durable=False)
+            if step == 1:  # from now on rows are known
+                monkeypatch.setattr(OnDisk, "reading", None)
 
 
 def load_columns(root, step):

@@ -27,6 +27,8 @@ from shardopt.runtime.partial_loads import PartialLoad
 from tests.distributed.test_save_load import outcomes_alike
 from tests.harness import run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 VALUE = torch.arange(24.0).reshape(8, 3)
 
 

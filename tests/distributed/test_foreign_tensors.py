@@ -15,6 +15,8 @@ from shardopt.sharding import Box, PiecesTensor, TensorKind, cut_range, register
 from tests.harness import run_ranks
 from tests.support.flat_buffers import SHAPES, FlatBuffer, drawn, full, optimizer_of
 
+RANKS_STAY = True
+
 ALGORITHMS = [("adamw", {}), ("sgd", {"momentum": 0.9}), ("adagrad", {})]
 CLIP = 2.0
 

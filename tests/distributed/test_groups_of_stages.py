@@ -13,6 +13,8 @@ from shardopt import GradientClippingOptimizer, checkpoint
 from shardopt.errors import ShardoptError, StateError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 NAMES = ("embed.weight", "first.weight", "second.weight", "head.weight")
 STAGES = {1: (NAMES,), 3: (NAMES[:2], NAMES[2:], ())}  # the last of three ranks has nothing
 ONE = [{"match": "^embed", "lr": 0.5}, {"match": "^head", "lr": 0.25}]

@@ -26,6 +26,8 @@ from shardopt.runtime.partial_loads import PartialLoad
 from tests.harness import run_ranks
 from tests.support.optimizers import same
 
+RANKS_STAY = True
+
 GROUPS = [{"match": "bias|norm", "weight_decay": 0.0}]
 OPTIONS = {"adamw": {"lr": 0.05}, "sgd": {"lr": 0.05, "momentum": 0.9}}
 STEPS = 3

@@ -16,6 +16,8 @@ from tests.support.cases import option_sets
 from tests.support.fake_rank import shard
 from tests.support.layouts import SHAPES, give_gradient, meshes, place, trained, values, worst_difference
 
+RANKS_STAY = True
+
 OPTIONS = dict(option_sets("LBFGS"))
 SEARCH = {"line_search_fn": "strong_wolfe", "max_iter": 6, "history_size": 4}
 RESUMED = {**SEARCH, "max_iter": 3}  # so that two steps fill the history

@@ -18,6 +18,8 @@ from tests.support.fake_rank import shard
 from tests.support.low_precision import CASES, LAYOUTS, OPTIONS, Training
 from tests.support.placement import give_gradient
 
+RANKS_STAY = True
+
 MIDDLE, END = 3, 5
 CUT = ("columns", "last", "both", "table_columns", "table_grid")  # layouts in which ranks share rows
 FEW = [("adamw", "codes, at random"), ("sgd", "codes, master"), ("nadam", "codes"), ("rprop", "bf16, at random")]

@@ -20,6 +20,8 @@ from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import CheckpointError, CheckpointExistsError, ShardoptError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 RANKS = 3
 
 
@@ -176,16 +178,17 @@ def test_a_run_is_taken_back_on_all_ranks(three, tmp_path, ranks, aside):
 
 
 def restore_what_one_cannot_read(root):
-    if dist.get_rank() == 1:
-        sound = os.preadv
+    sound = os.preadv
 
-        def preadv(fd, *args):
-            if "step-00000003" in os.readlink(f"/proc/self/fd/{fd}"):
-                raise OSError(errno.EIO, "Input/output error")
-            return sound(fd, *args)
+    def preadv(fd, *args):
+        if "step-00000003" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return sound(fd, *args)
 
-        os.preadv = preadv
-    return checkpoint.Manager(root).restore(app_of(0))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(os, "preadv", preadv)
+        return checkpoint.Manager(root).restore(app_of(0))
 
 
 def test_what_one_rank_cannot_read_from_its_disk_none_takes(three, tmp_path):

@@ -22,6 +22,8 @@ from shardopt import (
 from shardopt.sharding.view import local_tensors, view_of
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 SHAPES = {"even": (8, 12), "uneven": (7, 5), "short": (2, 3), "vector": (9,)}
 STYLES = ("rows", "columns", "replicated", "sharded tensor")
 

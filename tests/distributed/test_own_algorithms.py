@@ -26,6 +26,8 @@ from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.matrices import SHAPES, matrices, value
 from tests.support.placement import give_gradient, same
 
+RANKS_STAY = True
+
 STEPS = 6
 HALF = 3
 ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}

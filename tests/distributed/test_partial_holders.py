@@ -16,6 +16,8 @@ from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.harness import run_ranks
 from tests.sub_meshes import give_gradient, lacks, part, placed
 
+RANKS_STAY = True
+
 SHAPES = {"expert": (4, 6), "plain": (3, 2), "sub": (5, 4), "table": (7, 3), "uneven": (2, 3), "unused": (4, 4)}
 ALGORITHMS = {
     "adamw": {"weight_decay": 0.1},

@@ -32,6 +32,8 @@ from tests.harness import run_ranks
 from tests.support.fake_rank import shard
 from tests.support.placement import sharded_tensor_of
 
+RANKS_STAY = True
+
 RANKS = (1, 2, 3, 4)
 DTYPE_NAMES = (
     *("float64", "float32", "bfloat16", "float16", "int64", "int8", "bool"),

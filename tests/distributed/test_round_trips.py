@@ -20,6 +20,8 @@ from shardopt import checkpoint
 from tests.distributed.test_sources import LAYERS, make_model, train
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 STYLES = ("fsdp", "hsdp", "tp", "plain", "stages")
 FORMATS = {style: ("dcp", "flattened", "huggingface", "torch") for style in STYLES}
 FORMATS["stages"] = FORMATS["stages"][1:]  # groups of several stages are one value in DCP, that of the first alone

@@ -17,6 +17,8 @@ from tests.support.fake_rank import shard
 from tests.support.placement import give_gradient, pieces_of
 from tests.support.tables import COLUMNS, ROWS, gradient, place, start
 
+RANKS_STAY = True
+
 STEPS = 9
 EVERY = {**ROWS, **COLUMNS}
 TOLERANCE = 1e-6

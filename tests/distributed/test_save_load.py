@@ -27,6 +27,8 @@ from shardopt.sharding.view import view_of
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.support.sharded_state import SHAPES, check_state, global_value, make_state, memory_of
 
+RANKS_STAY = True
+
 
 def save_state(path, style):
     progress = {"step": 7, "losses": [1.5, float("inf")]}

@@ -12,6 +12,8 @@ from shardopt.sharding.gradients import local_gradients
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.clipped import LAYOUTS, Meshes, check_scaled, drop_gradient, full_gradient, make_job
 
+RANKS_STAY = True
+
 CASES = {name: case for name, case in LAYOUTS["all"].items() if not name.startswith("mixed dtypes")}
 
 NAMES = ["plain.w", "rows.w", "table.w", "wrapper.w"]

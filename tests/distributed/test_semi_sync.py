@@ -20,6 +20,8 @@ from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.islands import Island, assert_close, simulate, train, whole
 
+RANKS_STAY = True
+
 WHOLE, SHORT = {"every": 10}, {"every": 4}
 FRAGMENTS = {"every": 10, "fragments": 2, "delay": 3, "alpha": 0.5}
 STEPS = 26

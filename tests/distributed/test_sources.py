@@ -15,6 +15,8 @@ from shardopt import checkpoint
 from shardopt.errors import CorruptionError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 STYLES = ("fsdp", "hsdp", "tp", "plain")
 LAYERS = ("0", "2", "3", "4")  # those of the model that have parameters
 PAIRS = [(2, "fsdp", 3, "fsdp"), (2, "tp", 2, "fsdp"), (3, "fsdp", 2, "tp")]

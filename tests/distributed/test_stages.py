@@ -8,6 +8,8 @@ import shardopt
 from shardopt import checkpoint
 from tests.harness import RanksFailed, run_ranks
 
+RANKS_STAY = True
+
 NAMES = ("embed.weight", "first.weight", "first.bias", "second.weight", "second.bias", "head.weight")
 STAGES = (NAMES[:3], NAMES[3:])
 GROUPS = [

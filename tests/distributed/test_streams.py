@@ -16,6 +16,8 @@ from shardopt.errors import CheckpointError, RankError, ShardoptError, StateErro
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.support.streams import bits, named, train
 
+RANKS_STAY = True
+
 DEADLINE_SECONDS = 5.0
 SHAPES = {"rows": (203, 300), "columns": (120, 250), "few": (3, 5000), "plain": (90, 100), "small": (7,)}
 

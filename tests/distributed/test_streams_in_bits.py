@@ -21,6 +21,8 @@ from tests.support.placement import at
 from tests.support.streams import same_bits
 from tests.support.tables import COLUMNS, ROWS, place
 
+RANKS_STAY = True
+
 DEADLINE_SECONDS = 20.0
 STEPS = (1, 2, 3)
 HALVES = ("copies", "uneven", "few columns", "cut.halves.weight", "pieces.half", "wrapped.half")

@@ -17,6 +17,8 @@ from tests.harness import run_ranks
 from tests.support.embeddings import STEPS, batch, in_one_process, loss_of, sharded, torchs, unchecked, whole
 from tests.support.placement import at
 
+RANKS_STAY = True
+
 TABLES = (
     Table("sums", 41, 8, mode="sum"),
     Table("means", 7, 3),

@@ -16,6 +16,8 @@ from shardopt.errors import LayoutError, ShardoptError, StateError
 from shardopt.sharding.view import local_tensors, view_of
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 TIED = {"head.weight": "embed.weight"}
 WHOLE = torch.arange(24.0).view(6, 4) * 0.25 - 2
 ONE_NAME = {name: ("first.weight", "last.weight", f"{name}.weight") for name in ("embed", "head")}

@@ -19,6 +19,8 @@ from shardopt.errors import MismatchError
 from shardopt.optim import CombinedOptimizer
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 STAGES = [WarmupStage(max_iters=4, value=0.1), WarmupStage(WarmupPolicy.POLY, max_iters=12, value=2.0)]
 
 

@@ -13,6 +13,8 @@ from shardopt.errors import MismatchError
 from tests.harness import run_ranks
 from tests.support.optimizers import nested, parameters, same
 
+RANKS_STAY = True
+
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(-1), "replicated": Replicate()}
 
 

@@ -32,6 +32,7 @@ class Outcome(Generic[T]):
     calls: tuple[str, ...] = ()
     struck: bool = False
     at_seconds: float = 0.0
+    stays: bool = False  # the rank has left nothing that its next function would find
 
     @property
     def ok(self) -> bool:

@@ -23,11 +23,14 @@ import torch.distributed as dist
 
 from tests.harness.faults import Fault, watched
 from tests.harness.outcome import Outcome
+from tests.harness.traces import Traces
+
+LEAVE = b"leave"
 
 
 @dataclass(frozen=True)
 class Job:
-    """The job of a rank. `call` is the pickled (function, args, kwargs)."""
+    """The job of a rank. `call` is the pickled (function, args, kwargs); `stays`: others may follow in its process."""
 
     world_size: int
     folder: Path
@@ -37,6 +40,9 @@ class Job:
     trace: Sequence[str]
     environment: dict[str, str]
     warning_filters: Sequence[Any]
+    directory: str
+    stays: bool = False
+    looks_at_names: bool = False
 
     def log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
@@ -46,17 +52,24 @@ class Job:
 
 
 def rank_main(rank: int, job: Job, connection: Connection) -> None:
-    """Runs the job's function, reports its outcome, then waits: for the message to leave, or to be killed.
+    """Runs the job's function, reports its outcome, then waits: for another job, for LEAVE, or to be killed.
 
     No rank leaves before all have reported, so that none of them sees a connection close that another has done with.
     """
     threading.Thread(target=die_with_parent, daemon=True).start()
     _set_up_process(rank, job)
-    outcome = _outcome(rank, job)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    connection.send_bytes(outcome.to_bytes())
-    connection.recv_bytes()  # comes when every rank has returned
+    traces = Traces(job.looks_at_names)
+    while True:
+        _set_up_call(rank, job)
+        outcome = _outcome(rank, job, traces)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        outcome.stays = job.stays and outcome.ok and not traces.left()
+        connection.send_bytes(outcome.to_bytes())
+        message = connection.recv_bytes()  # comes when every rank has returned
+        if message == LEAVE:
+            break
+        job = pickle.loads(message)
     if dist.is_initialized():
         dist.barrier()  # without it some gloo jobs abort on their way out
         dist.destroy_process_group()
@@ -77,12 +90,16 @@ def _set_up_process(rank: int, job: Job) -> None:
     faulthandler.enable()
     # Unbuffered, and open for as long as the process lives: the handler writes to its descriptor.
     faulthandler.register(signal.SIGUSR1, file=os.open(job.stack(rank), os.O_WRONLY | os.O_CREAT), all_threads=True)
+    torch.set_num_threads(1)
+
+
+def _set_up_call(rank: int, job: Job) -> None:
+    os.chdir(job.directory)
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size))
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine calls itself
-    torch.set_num_threads(1)
     warnings.resetwarnings()
     for action, message, category, module, line in reversed(job.warning_filters):
         # The interpreter's own filters hold plain text where those made in Python hold compiled patterns.
@@ -90,15 +107,17 @@ def _set_up_process(rank: int, job: Job) -> None:
         warnings.filterwarnings(action, message, category, module, line)
 
 
-def _outcome(rank: int, job: Job) -> Outcome[Any]:
+def _outcome(rank: int, job: Job, traces: Traces) -> Outcome[Any]:
     outcome: Outcome[Any] = Outcome(rank)
     try:
         function, args, kwargs = pickle.loads(job.call)
-        if job.backend is not None:
+        if job.backend is not None and not (job.stays and dist.is_initialized()):
             store = f"file://{job.folder / 'store'}"
             dist.init_process_group(job.backend, init_method=store, rank=rank, world_size=job.world_size)
             if job.faults:
                 dist.barrier()  # a kill in the first call would otherwise find others that still connect to this rank
+        if job.stays:
+            traces.begin()
         with watched([fault for fault in job.faults if fault.rank == rank], job.trace) as watch:
             try:
                 outcome.value = function(*args, **kwargs)

@@ -7,6 +7,7 @@ a rank costs milliseconds instead of the seconds of `import torch`. They meet in
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from hypothesis import settings
 
 from tests.harness.faults import Fault
 from tests.harness.outcome import Outcome
-from tests.harness.rank import Job, rank_main
+from tests.harness.rank import LEAVE, Job, rank_main
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ PRELOADED = [
     "shardopt.checkpoint.sources.foreign",
     "shardopt.public",
     "shardopt.sharding.public",
-    "shardopt.nn",
+    "shardopt.nn.public",
     "shardopt.checkpoint.storage.object_stores.open",  # with obstore, for ranks that reach a store
     "encodings.idna",  # the first connection of a rank imports it
     "safetensors.torch",
@@ -48,9 +50,10 @@ PRELOADED = [
     "tests.support.fake_rank",
     "tests.support.layouts",
     "tests.support.placement",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "torch.distributed.tensor",
+    "torch.distributed.pipelining",  # 80 ms in each rank that imports it
+    "torch.distributed.tensor._shards_wrapper",
     "torch._dynamo",  # the first step of any optimizer imports it
     "hypothesis.stateful",
     "pytest",
@@ -91,7 +94,8 @@ def run_ranks(
         RanksFailed: a rank raised, died or hung; with the full traceback of the first that did.
     """
     __tracebackhide__ = True
-    with _ranks(n, function, args, kwargs, backend, faults, trace) as ranks:
+    stays = not (faults or trace) and backend == "gloo" and ranks_stay(function)
+    with _ranks(n, function, args, kwargs, backend, faults, trace, stays) as ranks:
         _wait_for_outcomes(ranks, deadline_seconds, first_failure_decides=True)
         failed = [rank for rank in ranks if rank.outcome is not None and not rank.outcome.ok]
         if failed:
@@ -122,6 +126,16 @@ def run_ranks_outcomes(
         return [rank.outcome for rank in ranks if rank.outcome is not None]
 
 
+def ranks_stay(function: Callable[..., Any]) -> bool:
+    """Whether the file of a function says `RANKS_STAY = True`: its functions follow one another on the same ranks.
+
+    As those of a long program do, in one process group, which spares each rank some 60 ms of its processor. Whoever
+    leaves something that another function would find (`traces.py`) or fails has the next one begin on new ranks, and
+    so does each file.
+    """
+    return bool(getattr(sys.modules.get(function.__module__), "RANKS_STAY", False))
+
+
 class _Rank:
     """One rank as the test process sees it."""
 
@@ -133,6 +147,13 @@ class _Rank:
         self.process: BaseProcess = context.Process(target=rank_main, args=(rank, job, rank_end), name=f"rank {rank}")
         self.process.start()
         rank_end.close()
+
+    def begin(self, job: Job) -> None:
+        """Has the rank, which has stayed, run another job."""
+        self.outcome = None
+        if self.job.log(self.rank).exists():
+            os.truncate(self.job.log(self.rank), 0)
+        self.connection.send_bytes(pickle.dumps(job))
 
     def take_outcome(self) -> None:
         """Note how the rank ended, if it has."""
@@ -168,6 +189,32 @@ class _Rank:
         return "\n".join([f"--- output of rank {self.rank}", *lines[-_MOST_LOG_LINES:]]) if lines else ""
 
 
+class _Staying:
+    """The ranks that have stayed, by their number, of the file whose functions they run."""
+
+    def __init__(self) -> None:
+        self.file = ""
+        self.ranks: dict[int, tuple[tempfile.TemporaryDirectory[str], list[_Rank]]] = {}
+
+    def take(self, file: str, n: int) -> tuple[tempfile.TemporaryDirectory[str], list[_Rank]] | None:
+        if file != self.file:
+            self.end()
+            self.file = file
+        return self.ranks.pop(n, None)
+
+    def end(self) -> None:
+        """Ends all."""
+        for folder, ranks in self.ranks.values():
+            _end(folder, ranks)
+        self.ranks.clear()
+
+
+_STAYING = _Staying()
+end_staying = _STAYING.end
+# Before multiprocessing waits for its processes at the end of this one.
+multiprocessing.util.Finalize(None, end_staying, exitpriority=100)
+
+
 @contextmanager
 def _ranks(
     n: int,
@@ -177,24 +224,41 @@ def _ranks(
     backend: str | None,
     faults: Sequence[Fault],
     trace: Sequence[str],
+    stays: bool = False,
 ) -> Iterator[list[_Rank]]:
-    """n running ranks; none of them is left, whatever happens in the block."""
+    """n running ranks; none of them is left, whatever happens in the block, but those that stay."""
     __tracebackhide__ = True
     if any(not 0 <= fault.rank < n for fault in faults):
         raise ValueError(f"a fault on a rank that is not one of {n}: {list(faults)}")
     _start_server()
-    with tempfile.TemporaryDirectory(prefix="shardopt-ranks-") as folder:
+    folder, ranks = (stays and _STAYING.take(function.__module__, n)) or (
+        tempfile.TemporaryDirectory(prefix="shardopt-ranks-"),
+        [],
+    )
+    try:
         # Pickled here and not by multiprocessing, whose tensors would travel as shared memory of this process.
         call = pickle.dumps((function, args, kwargs))
-        job = Job(n, Path(folder), call, backend, faults, trace, dict(os.environ), list(warnings.filters))
-        ranks: list[_Rank] = []
-        try:
+        environment, filters = dict(os.environ), list(warnings.filters)
+        in_full = stays and settings.get_current_profile_name() == "exhaustive"  # of tests/conftest.py
+        job = Job(n, Path(folder.name), call, backend, faults, trace, environment, filters, os.getcwd(), stays, in_full)
+        if ranks:
+            for each in ranks:
+                each.begin(job)
+        else:
             for rank in range(n):
                 ranks.append(_Rank(rank, job))
-            yield ranks
-        finally:
-            for each in ranks:
-                each.end()
+        yield ranks
+        if all(each.outcome is not None and each.outcome.stays for each in ranks):
+            _STAYING.ranks[n] = folder, ranks
+    finally:
+        if _STAYING.ranks.get(n, (folder, []))[1] is not ranks:
+            _end(folder, ranks)
+
+
+def _end(folder: tempfile.TemporaryDirectory[str], ranks: Sequence[_Rank]) -> None:
+    for each in ranks:
+        each.end()
+    folder.cleanup()
 
 
 def _start_server() -> None:
@@ -242,7 +306,7 @@ def _wait_for_outcomes(ranks: Sequence[_Rank], deadline_seconds: float, first_fa
             rank.take_outcome()
             if rank.outcome is not None and not rank.outcome.ok:
                 first_failure_at = min(first_failure_at, time.monotonic())
-    if first_failure_at == float("inf"):
+    if first_failure_at == float("inf") and not all(rank.outcome is not None and rank.outcome.stays for rank in ranks):
         _leave_together(ranks, deadline)
 
 
@@ -250,7 +314,7 @@ def _leave_together(ranks: Sequence[_Rank], deadline: float) -> None:
     """All returned: let them close their group and end, which can abort or hang too."""
     __tracebackhide__ = True
     for rank in ranks:
-        rank.connection.send_bytes(b"leave")
+        rank.connection.send_bytes(LEAVE)
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
     left = [rank for rank in ranks if rank.process.exitcode is None]

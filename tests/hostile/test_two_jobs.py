@@ -91,7 +91,7 @@ class Place:
 
     @property
     def changes(self):
-        """Those that change what is there. A kill before another one leaves what a kill before the next of these does."""
+        """Those that change what is there: a kill before another one leaves what one before the next of these does."""
         return [(REMOTE if self.remote else LOCAL) + name for name in CHANGING]
 
     @property

@@ -73,7 +73,10 @@ def told_in_the_middle(folder, loop, start):
     return told, left == [[worker]] * 7, Path(folder, "begun").read_text() == f"0 {worker}"
 
 
-@pytest.mark.parametrize(("loop", "start"), [*((each, "fork") for each in LOOPS), ("shielded", "spawn")])
+@pytest.mark.parametrize(
+    ("loop", "start"),
+    [*((each, "fork") for each in LOOPS), pytest.param("shielded", "spawn", marks=pytest.mark.exhaustive)],
+)
 def test_workers_go_on_after_a_signal_to_the_group_of_their_rank(tmp_path, loop, start):
     assert run_ranks(1, told_in_the_middle, str(tmp_path), loop, start) == [(["here"], True, True)]
 
