@@ -11,6 +11,8 @@ from shardopt.optim import CombinedOptimizer
 from tests.harness import run_ranks
 from tests.support.clipped import Case, Meshes, first_stage, last_stage, make_job, on_each_half, table, whole
 
+RANKS_STAY = True
+
 CASES = {
     "w": Case((5, 4), whole),
     "norm": Case((), whole),

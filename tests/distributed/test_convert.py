@@ -14,6 +14,8 @@ from shardopt.errors import CheckpointError
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 RANKS = 2
 FORMATS = ("shardopt", "dcp", "huggingface", "torch")
 OPERATIONS = ("os:writev", "os:fsync", "os:replace", "os:link", "os:unlink", "os:preadv")

@@ -13,6 +13,8 @@ from train_embeddings import Config, train
 from shardopt import checkpoint
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = ("steps=8", "save_every=4", "data.batch=64", "data.min_count=40", "model.width=8")
 

@@ -14,6 +14,8 @@ from shardopt.sharding.view import assemble, local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.fake_rank import shard
 
+RANKS_STAY = True
+
 STEPS = 3
 HYBRID, COLUMNS, ONE_DIMENSION = [Replicate(), Shard(0)], [Replicate(), Shard(1)], [Shard(0), Shard(0)]
 

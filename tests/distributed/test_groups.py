@@ -20,6 +20,8 @@ from shardopt.ranks import ranks_of
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 APART = ((0, 1), (2, 3))
 MIXED = ((0, 2), (1, 3))
 SECONDS = 60.0

@@ -15,6 +15,8 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import ShardoptError
 from tests.harness import each_operation, run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 ROWS = 256  # of 1 KiB each: a segment
 DEADLINE_SECONDS = 5.0
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardopt
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 STEPS = 8
 GROUPS = [{"match": "bias", "weight_decay": 0.0}]
 

@@ -12,6 +12,8 @@ from tokenise import main as tokenise
 from shardopt import checkpoint
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "language_model.toml"
 SIZES = {
     "save_every": 3,

@@ -21,6 +21,8 @@ from train_lm import Config, train
 from shardopt import checkpoint
 from tests.harness import run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "lm.toml"
 TINY = (

@@ -11,6 +11,8 @@ from shardopt import checkpoint
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 
 def sharded(device):
     with torch.device(device):

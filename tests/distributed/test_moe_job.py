@@ -32,12 +32,13 @@ from tests.harness import RanksFailed, run_ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "moe.toml"
-STEPS, EVERY = 6, 3
+STEPS, EVERY = 4, 2
 TINY = {
     "steps": STEPS,
     "checkpoints.every": EVERY,
     "data.batch": 16,
     "data.context": 8,
+    "model.layers": 2,
     "model.width": 16,
     "model.heads": 2,
     "model.experts": 4,

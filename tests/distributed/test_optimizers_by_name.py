@@ -8,6 +8,8 @@ from shardopt import checkpoint
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 TABLES = {"one": (3, 2), "two": (5, 2)}
 
 

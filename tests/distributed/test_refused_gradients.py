@@ -11,6 +11,8 @@ from shardopt.errors import GradientError
 from tests.harness import run_ranks
 from tests.support.fake_rank import shard
 
+RANKS_STAY = True
+
 ALGORITHMS = ("lamb", "adafactor", "muon")
 
 

@@ -14,6 +14,8 @@ from shardopt import checkpoint
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 SHAPES = {
     "trunk": (6, 4),
     "unused": (6, 4),

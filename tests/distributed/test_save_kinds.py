@@ -13,6 +13,8 @@ from shardopt.errors import StateError
 from shardopt.ranks import ranks_of
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 
 def app_of(stage, shared):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]

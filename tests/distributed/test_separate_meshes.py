@@ -12,6 +12,8 @@ from shardopt.errors import ShardoptError, StateError
 from tests.harness import run_ranks
 from tests.support.fake_rank import shard
 
+RANKS_STAY = True
+
 VALUE = torch.arange(24.0).view(6, 4)
 
 

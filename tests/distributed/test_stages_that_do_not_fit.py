@@ -13,6 +13,8 @@ from shardopt.sharding.view import view_of
 from tests.harness import run_ranks
 from tests.support.fake_rank import shard
 
+RANKS_STAY = True
+
 ONE_GROUP = [{"match": r"^layers", "lr": 0.5}]
 TIED = {"head.weight": "embed.weight"}
 

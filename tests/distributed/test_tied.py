@@ -11,6 +11,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardopt import checkpoint
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 
 def spread(value):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -15,6 +15,8 @@ from shardopt.optim import EMA, GradientClipping, GradientClippingOptimizer
 from tests.harness import run_ranks
 from tests.support.traceable import Coded, Marked, coded
 
+RANKS_STAY = True
+
 
 class Model(nn.Module):
     """Two layers of which the weights are marked, or not."""

@@ -15,6 +15,8 @@ from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.harness.ranks import run_ranks
 from tests.support.fake_rank import check_views, counting
 
+RANKS_STAY = True
+
 
 def fsdp_over_tensor_parallel() -> dict[str, View]:
     """A layer of 13 rows, first over 2 tensor parallel ranks, then over 3 data parallel ones: uneven both times."""

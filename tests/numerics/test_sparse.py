@@ -8,7 +8,7 @@ import shardopt
 from shardopt.algorithms import Kind, spec_of
 from shardopt.optim import RowWiseAdagrad, RowWiseAdam
 from shardopt.sharding.view import is_held
-from tests.support.fake_rank import fake_rank
+from tests.support.fake_rank import KeptRank
 from tests.support.placement import give_gradient, pieces_of
 from tests.support.tables import ROWS, gradient, place, start
 
@@ -103,13 +103,21 @@ def cases():
         met.add(algorithm)
 
 
+@pytest.fixture(scope="module")
+def kept():
+    """A rank for the cases, which follow one another."""
+    rank = KeptRank()
+    yield rank
+    rank.close()
+
+
 @pytest.mark.parametrize(("algorithm", "options", "sparse", "ranks"), list(cases()))
-def test_rows_on_ranks_are_moved_as_on_one_process(algorithm, options, sparse, ranks, request):
+def test_rows_on_ranks_are_moved_as_on_one_process(algorithm, options, sparse, ranks, request, kept):
     wanted = one_process(algorithm, options, sparse)
     every = request.config.getoption("--exhaustive")
-    for rank in range(ranks) if every else {0, ranks - 1}:
-        with fake_rank(rank, ranks):
-            check(sharded(algorithm, options, sparse, early=None if rank else 0), wanted, algorithm)
+    for rank in kept.first(range(ranks) if every else {0, ranks - 1}, ranks):
+        kept.at(rank, ranks)
+        check(sharded(algorithm, options, sparse, early=None if rank else 0), wanted, algorithm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

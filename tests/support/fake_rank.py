@@ -4,7 +4,7 @@ torch's fake process group answers every collective at once with whatever lies i
 communication may be looked at here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -47,6 +47,10 @@ class KeptRank:
 
     def __init__(self) -> None:
         self._stack, self._asked = ExitStack(), (0, 0)
+
+    def first(self, looking: Iterable[int], ranks: int) -> list[int]:
+        """Returns the numbers of ranks, that of the one that is here before the others."""
+        return sorted(looking, key=lambda rank: (rank, ranks) != self._asked)
 
     def at(self, rank: int, ranks: int) -> DeviceMesh:
         """Makes this process one rank of so many; returns a CPU mesh of one dimension."""
