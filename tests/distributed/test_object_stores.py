@@ -33,6 +33,7 @@ from shardopt.errors import CheckpointError, CheckpointNotFoundError, Corruption
 from shardopt.ranks import Ranks
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.object_stores import object_servers, reached
+from tests.harness.programs import run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPATIENT = retry.RetryPolicy(attempts=4, pause_seconds=0.01, request_seconds=20.0)
@@ -332,13 +333,9 @@ def test_a_program_that_does_not_wait_is_told_and_its_save_is_whole(here):
     root = here.new_root() + "/c"
     here.plan({"kind": "slow", "seconds": 0.3, "match": "partNumber", "times": 100})
     keys = {f"FSSPEC_S3_{name}": value for name, value in (("KEY", "test"), ("SECRET", "test"))}
-    ended = subprocess.run(
-        [sys.executable, "-c", BACKGROUND, root],
-        cwd=REPOSITORY,
-        env={**os.environ, **keys, "FSSPEC_S3_ENDPOINT_URL": here.endpoint, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-    )
+    # As fsspec reads the variables when it is imported.
+    program = f"import fsspec\nfsspec.config.set_conf_env(fsspec.config.conf)\n{BACKGROUND}"
+    ended = run_program(program, root, environment={**keys, "FSSPEC_S3_ENDPOINT_URL": here.endpoint})
     assert ended.returncode == 1
     assert "which was committed all the same" in ended.stderr
     assert checkpoint.verify(root).ok

@@ -316,10 +316,15 @@ def islands(cuts):
     return made_whole(dict(module.named_parameters()))
 
 
+@pytest.fixture(scope="module")
+def islands_by_rows():
+    return run_ranks(4, islands, ("rows",) * 5)[0]
+
+
 @pytest.mark.parametrize("cuts", [("columns",) * 5, (Grid(1, 2), "rows", "replicated", "columns", "columns")])
-def test_islands_with_replicas_of_tables_meet_under_each_cut(cuts):
+def test_islands_with_replicas_of_tables_meet_under_each_cut(islands_by_rows, cuts):
     """`made_whole` finds the same bits on both islands, as a meeting is the last step."""
-    wanted = run_ranks(4, islands, ("rows",) * 5)[0]
+    wanted = islands_by_rows
     for found in run_ranks(4, islands, cuts):
         for name in wanted:
             assert_near(found[name], wanted[name], name)

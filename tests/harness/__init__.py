@@ -7,7 +7,8 @@
 
     assert run_ranks(4, work, 2.0) == [8.0] * 4
 
-`run_ranks_outcomes` is for tests in which ranks fail or die on purpose.
+In a file that says `RANKS_STAY = True` they stay for the next call. `run_ranks_outcomes` is for tests in which ranks
+fail or die on purpose.
 """
 
 from tests.harness.faults import Fault, each_operation

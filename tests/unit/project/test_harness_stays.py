@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shardopt import errors
 from tests.harness import RanksFailed, run_ranks, run_ranks_outcomes
+from tests.harness.programs import run_program
 from tests.harness.traces import Traces
 from tests.unit.project import test_harness as another_file
 
@@ -91,3 +92,21 @@ def test_a_replaced_name_is_found_where_names_are_looked_at(monkeypatch):
         patch.setattr(Traces, "begin", None)
         assert traces.left() == "tests.harness.traces.Traces.begin"
     assert traces.left() == ""
+
+
+@pytest.mark.parametrize(("last", "code", "says"), [("", 0, ""), ("exit(3)", 3, ""), ("1 / 0", 1, "ZeroDivisionError")])
+def test_a_program_ends_as_under_an_interpreter_of_its_own(last, code, says):
+    source = """
+import atexit, sys, threading, time
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+class Ends:
+    def __del__(self, write=print):
+        write("taken down")
+ends = Ends()
+print(sys.argv[1:], __name__)
+"""
+    ended = run_program(source + last, "a", "b")
+    printed = "['a', 'b'] __main__\nthread\nat exit\ntaken down\n"
+    assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
+    assert says in ended.stderr and (says or not ended.stderr)

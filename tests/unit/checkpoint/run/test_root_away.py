@@ -3,8 +3,6 @@
 import errno
 import logging
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -15,6 +13,7 @@ from shardopt.checkpoint.run.tiers import promotions
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.storage.retry import Requests, exhausted
 from shardopt.errors import CheckpointError, NoSpaceError
+from tests.harness.programs import run_program
 
 
 @pytest.fixture
@@ -161,6 +160,5 @@ for step in (1, 2, 3):
 
 
 def test_a_program_that_waits_for_nothing_fails_if_its_root_has_not_got_all(tmp_path):
-    arguments = [sys.executable, "-c", _PROGRAM, str(tmp_path / "root"), str(tmp_path / "tier")]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    done = run_program(_PROGRAM, str(tmp_path / "root"), str(tmp_path / "tier"))
     assert done.returncode == 1 and "bringing step-00000002 to" in done.stderr

@@ -6,8 +6,6 @@ import fcntl
 import mmap
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -19,7 +17,7 @@ from shardopt.checkpoint.storage import FLUSH, LocalStorage, direct, local, moun
 from shardopt.world import World
 from tests.harness import Fault
 from tests.harness.faults import watched
-from tests.support.source import ROOT
+from tests.harness.programs import run_program
 
 PAGE = 4096
 BLOCK = 4 * PAGE
@@ -358,9 +356,7 @@ checkpoint.async_save(sys.argv[1] + "/a", {"x": torch.arange(200_000)})
 
 
 def test_a_program_that_ends_meanwhile_starts_no_threads_and_still_commits(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_EARLY, tmp_path], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
+    done = run_program(ENDS_EARLY, str(tmp_path))
     assert "which was committed all the same" in done.stderr, done.stderr
     assert checkpoint.verify(str(tmp_path / "a")).ok
 
