@@ -29,6 +29,7 @@ SYSTEM += [LOCAL + "read", LOCAL + "_write_temporary"]
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
 STORES = ["s3", "gs", "az"]
 CHANGING = ["make", "write", "publish_new", "remove", "remove_if_empty"]
+DURABLY = "remove_durably"  # of a store it is `remove`
 METHODS = [*CHANGING, "names", "size", "read"]
 
 
@@ -92,7 +93,7 @@ class Place:
     @property
     def changes(self):
         """Those that change what is there: a kill before another one leaves what one before the next of these does."""
-        return [(REMOTE if self.remote else LOCAL) + name for name in CHANGING]
+        return [REMOTE + name for name in CHANGING] if self.remote else [LOCAL + name for name in (*CHANGING, DURABLY)]
 
     @property
     def operations(self):
