@@ -28,9 +28,6 @@ ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}
 OPTIONS = {"lr": 0.03, "momentum": 0.9}
 
 
-RANKS_STAY = True
-
-
 def gradient(name, step, dtype=torch.float32):
     return None if name in ABSENT.get(step, ()) else value(name, step + 1, dtype)
 

@@ -1,8 +1,8 @@
 """What a function leaves in the process of a rank that another function is to run in.
 
-A function is found to leave nothing if threads, handlers, torch's defaults and the process group are what they were
-before. Otherwise its rank ends with it. With `names`, so must be all that the names of modules and classes of this
-project stand for; to look at them takes a rank as long as to start, and so only `--exhaustive` does.
+A function is found to leave nothing if no step of it has failed, and threads, handlers, torch's defaults and the group
+are as before. Otherwise its rank ends with it. With `names`, so must be all that the names of modules and classes of
+this project stand for; to look at them takes a rank as long as to start, and so only `--exhaustive` does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import fsspec  # type: ignore[import-untyped]  # has no type hints
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from shardopt.runtime.deferred_checks import failed_steps_remain
 
 _OURS = ("shardopt", "tests", "examples")
 _OTHERS = ("os", "time", "threading", "socket", "random", "torch", "torch.distributed", "torch.optim", "fsspec")
@@ -108,6 +110,7 @@ def _kept() -> dict[str, Any]:
     loggers = {name: logging.getLogger(name) for name in ("root", "shardopt")}
     return {
         "group": id(dist.group.WORLD) if dist.is_initialized() else None,
+        "failed steps": failed_steps_remain(),  # of which the next save would tell
         "signals": [signal.getsignal(number) for number in _SIGNALS],
         "logging": [(each.level, each.propagate, [*each.handlers]) for each in loggers.values()],
         "fsspec": dict(fsspec.config.conf),
