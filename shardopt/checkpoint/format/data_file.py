@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Collection, Sequence
-from itertools import chain
 from math import prod
 from sys import intern
 from typing import Any, NamedTuple
@@ -100,24 +99,24 @@ def parse_header(header: bytes, file_bytes: int, where: str, wanted: Collection[
     table.pop("__metadata__", None)
     checksums = next(reversed(table), "")
     entries: dict[str, Entry] = {}
-    sizes: list[Sequence[Any]] = []
+    numbers: list[Any] = []
     length = offset = len(header)
     segments = 0
     for key, info in table.items():
         try:
-            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), (offsets := info["data_offsets"])
+            dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
             fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
+            numbers += begin, end, *shape
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
         if not fits:
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
         offset = end + length
-        sizes += offsets, shape
         if wanted is None or key in wanted or key == checksums:
             key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
-            entries[key] = tuple.__new__(Entry, (key, dtype, shape, begin + length, offset, segments))
+            entries[key] = tuple.__new__(Entry, (key, dtype, tuple(shape), begin + length, offset, segments))
         segments += segment_count(end - begin)
-    if not all_sizes([*chain.from_iterable(sizes)]):
+    if not all_sizes(numbers):
         raise damaged(where, "a shape or offset that is no size")
     last = entries.get(checksums)
     if last is None or not checksums.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:

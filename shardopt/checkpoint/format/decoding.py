@@ -86,7 +86,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             values, new_keys = with_options_by_member(values, tensors)
             tensors = _under(new_keys, tensors)
         per_rank = {key: decode_path(key, path) for key, path in body["per_rank"].items()}
-        if len({*tensors, *values, *per_rank}) < len(tensors) + len(values) + len(per_rank):
+        if not (tensors.keys().isdisjoint({*values, *per_rank}) and values.keys().isdisjoint(per_rank)):
             raise ValueError("a key that is of two kinds")
         return Manifest(
             save_id=body["save_id"],
