@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
 from operator import add, mul
@@ -66,23 +66,18 @@ class ArchivedTensors(OpenFile):
         return Entry(key, form.dtype, record.sizes, record.begin, record.begin + (last + 1) * record.dtype.itemsize, 0)
 
     def requests(
-        self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
+        self, targets: Iterable[tuple[str, Tensor]], form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box
     ) -> Iterator[ReadRequest]:
-        record = self.record(key)
-        entry = self.entry(key, form)
-        order = _order_in_memory(record)
-        if _is_contiguous([(record.sizes[d], record.strides[d]) for d in order]):
-            # Its dimensions in the order of memory: the bytes are those of a tensor in C order.
-            yield ReadRequest(
-                self,
-                entry,
-                dtype,
-                tuple(sizes[d] for d in order),
-                Box(tuple(wanted.offsets[d] for d in order), tuple(wanted.sizes[d] for d in order)),
-                target.permute(order),
-            )
-        else:
-            yield from self._run_by_run(entry, record, wanted, target)
+        for key, target in targets:
+            record, entry = self.record(key), self.entry(key, form)
+            order = _order_in_memory(record)
+            if _is_contiguous([(record.sizes[d], record.strides[d]) for d in order]):
+                # Its dimensions in the order of memory: the bytes are those of a tensor in C order.
+                box = Box(tuple(wanted.offsets[d] for d in order), tuple(wanted.sizes[d] for d in order))
+                permuted = tuple(sizes[d] for d in order)
+                yield ReadRequest(self, entry, dtype, permuted, box, target.permute(order))
+            else:
+                yield from self._run_by_run(entry, record, wanted, target)
 
     def _run_by_run(self, entry: Entry, record: TensorRecord, wanted: Box, target: Tensor) -> Iterator[ReadRequest]:
         """Yields one request per run of adjacent elements."""

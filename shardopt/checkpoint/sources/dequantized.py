@@ -9,7 +9,7 @@ Nothing is held: what a reader asks for is computed from the codes and scales of
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import add, floordiv, sub
 from typing import NamedTuple
 
@@ -72,11 +72,12 @@ class DequantizedFile(ComputedFile):
         return self._entry(key, whole(self._weights[self._numbers[key]].sizes))
 
     def requests(
-        self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
+        self, targets: Iterable[tuple[str, Tensor]], form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box
     ) -> Iterator[ReadRequest]:
-        order = self._weights[self._numbers[key]].order
-        box = Box(tuple(wanted.offsets[dim] for dim in order), tuple(wanted.sizes[dim] for dim in order))
-        yield ReadRequest(self, self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
+        for key, target in targets:
+            order = self._weights[self._numbers[key]].order
+            box = Box(tuple(wanted.offsets[dim] for dim in order), tuple(wanted.sizes[dim] for dim in order))
+            yield ReadRequest(self, self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
 
     def _entry(self, key: str, box: Box) -> Entry:
         number = self._numbers[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from operator import add, index
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, Dtype
+from shardopt.checkpoint.format.constants import DELTA_INDEX_PREFIX, DELTA_PREFIX, DTYPES, Dtype
 from shardopt.checkpoint.format.manifest import StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.sources.contents import CheckpointContents
@@ -53,13 +54,14 @@ class TensorInfo:
 class _Overlap(NamedTuple):
     """The overlap of a stored box and a wanted one: its place in the stored one, and in the wanted one (None: all).
 
-    `entry` is what the file has, of which the stored box is all or some.
+    `entry` is what the file has, of which the stored box is all or some, under a key that begins with `prefix`.
     """
 
     numbers: tuple[int, ...]  # of the file, and of those with deltas that reads need
     entry: StoredEntry
+    prefix: str
     form: Form
-    sizes: tuple[int, ...]
+    dtype: Dtype
     stored: Box
     wanted: Box | None
 
@@ -186,25 +188,23 @@ class CheckpointReader(CheckpointContents):
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        reads = []
+        alike: defaultdict[tuple[StoredLayout, str, Box], list[tuple[str, Tensor]]] = defaultdict(list)
         for key, pieces in wanted:
             _, dtype, layout, tied_to, stored_as = self.manifest.tensors[key]
-            own_name = key if tied_to is stored_as is None else self.key_in_files(key)
+            name = key if tied_to is stored_as is None else self.key_in_files(key)
             for box, tensor in pieces:
-                found = self._overlaps.get((layout, dtype.name, box))
-                for each in self._find_overlaps(layout, dtype, box) if found is None else found:
-                    reads.append((each, each.entry.key(own_name) if each.entry.is_patch else own_name, dtype, tensor))
-        used, names = {id(each): each for each, _, _, _ in reads}, {name for _, name, _, _ in reads}
-        if any(len(overlap.numbers) > 1 for overlap in used.values()):
+                alike[layout, dtype.name, box].append((name, tensor))
+        reads = [(each, members) for of, members in alike.items() for each in self._find_overlaps(*of)]
+        names = {overlap.prefix + name for overlap, members in reads for name, _ in members}
+        if any(len(overlap.numbers) > 1 for overlap, _ in reads):
             names |= {prefix + name for name in names for prefix in (DELTA_INDEX_PREFIX, DELTA_PREFIX)}
-        numbers = dict.fromkeys(number for overlap in used.values() for number in overlap.numbers)
-        self._open_all(numbers, None if others_follow else names)
-        files = {each: self._file_of(overlap.numbers[0], overlap.entry) for each, overlap in used.items()}
+        used = dict.fromkeys(number for overlap, _ in reads for number in overlap.numbers)
+        self._open_all(used, None if others_follow else names)
         requests: list[ReadRequest] = []
-        for overlap, name, dtype, tensor in reads:
-            _, _, form, sizes, stored, part = overlap
-            target = tensor if part is None else narrowed(tensor, part)
-            requests += files[id(overlap)].requests(name, form, dtype, sizes, stored, target)
+        for (numbers, entry, prefix, form, dtype, stored, part), members in reads:
+            if prefix or part is not None:
+                members = [(prefix + name, each if part is None else narrowed(each, part)) for name, each in members]
+            requests += self._file_of(numbers[0], entry).requests(members, form, dtype, entry.box.sizes, stored)
         return requests
 
     def close(self) -> None:
@@ -246,9 +246,12 @@ class CheckpointReader(CheckpointContents):
             opened = pool.map(lambda number: self.source.open_file(number, keys), closed)
             self._files |= dict(zip(closed, opened, strict=True))
 
-    def _find_overlaps(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
+    def _find_overlaps(self, layout: StoredLayout, dtype_name: str, box: Box) -> list[_Overlap]:
         """Returns the overlaps of the stored boxes with `box`, and keeps them, as layouts are few."""
-        overlaps = []
+        found = self._overlaps.get((layout, dtype_name, box))
+        if found is not None:
+            return found
+        overlaps, dtype = [], DTYPES[dtype_name]
         for i, stored in enumerate(layout.boxes):
             common = stored.intersect(box)
             if common is None:
@@ -257,10 +260,10 @@ class CheckpointReader(CheckpointContents):
             entry = layout.entry(i)
             form, within = form_of(dtype, entry.box), common.within(entry.box)
             numbers = layout.files[i], *self._delta_files(entry)
-            overlaps.append(_Overlap(numbers, entry, form, entry.box.sizes, within, wanted))
+            overlaps.append(_Overlap(numbers, entry, entry.key(""), form, dtype, within, wanted))
         if self._overlaps_kept + 1 + len(overlaps) > _MOST_OVERLAPS:  # of one who reads it all box by box
             self._overlaps.clear()
             self._overlaps_kept = 0
         self._overlaps_kept += 1 + len(overlaps)
-        self._overlaps[layout, dtype.name, box] = overlaps
+        self._overlaps[layout, dtype_name, box] = overlaps
         return overlaps

@@ -89,10 +89,11 @@ class OpenFile(ABC):
         """Returns the entry of a box. Raises CorruptionError if the file lacks it, or has it in another form."""
 
     def requests(
-        self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
+        self, targets: Iterable[tuple[str, Tensor]], form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box
     ) -> Iterable[ReadRequest]:
-        """Yields the reads that fill `target` with a box within a stored one; see `ReadRequest`."""
-        return (tuple.__new__(ReadRequest, (self, self.entry(key, form), dtype, sizes, wanted, target)),)
+        """Yields the reads that fill targets with a box within stored ones of these keys; see `ReadRequest`."""
+        make, of, entry = tuple.__new__, ReadRequest, self.entry  # as fast as it gets, for tens of thousands
+        return [make(of, (self, entry(key, form), dtype, sizes, wanted, target)) for key, target in targets]
 
     def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
         """Whether a segment's bytes, in one piece of memory or several, have the stored checksum.
@@ -355,7 +356,7 @@ class DataFileReader(SummedFile):
 
     def entry(self, key: str, form: Form) -> Entry:
         entry = self._kept.get(key) or self.entries.get(key)
-        if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
+        if entry is None or entry[1:3] != form[:2]:
             stored = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise damaged(self.where, f"{stored} under {key!r} where the manifest has {form.dtype} {form.shape}")
         if entry.end - entry.begin != form.nbytes:

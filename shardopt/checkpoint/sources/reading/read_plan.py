@@ -161,19 +161,19 @@ class SmallReads:
         runs: list[tuple[Entry, int, list[memoryview]]] = []  # of boxes that follow one another in the file: the first
         at, end = 0, -1  # before any entry, also one that begins where its file does
         for _, entry, _, _, _, _ in self.members:
-            if entry.begin != end:
+            _, _, _, begin, stop, _ = entry
+            if begin != end:
                 runs.append((entry, at, pieces := []))
-            begin, at, end = at, at + entry.end - entry.begin, entry.end
-            pieces.append(memory[begin:at])
+            pieces.append(memory[at : (at := at + stop - begin)])
+            end = stop
         read([Span(first.begin, memory[at : at + sum(map(len, pieces))]) for first, at, pieces in runs])
         for first, _, pieces in runs:
             for failed in file.failed_of(first.segment, pieces):
                 entry = next(each.entry for each in self.members if each.entry.segment == failed)
                 raise file.segment_error(entry, failed)
-        for _, entry, _, _, _, target in self.members:
-            nbytes = entry.end - entry.begin
-            move_bytes(target.data_ptr(), address, nbytes)
-            address += nbytes
+        for _, (_, _, _, begin, end, _), _, _, _, target in self.members:
+            move_bytes(target.data_ptr(), address, end - begin)
+            address += end - begin
         self.scratch.use(buffer, ())
 
 
@@ -187,7 +187,8 @@ def batches_of(
     small_bytes = 0
     for request in sorted(requests, key=attrgetter("entry.begin")):
         _, entry, dtype, sizes, wanted, target = request
-        nbytes = entry.end - entry.begin
+        _, _, _, begin, end, _ = entry
+        nbytes = end - begin
         if not nbytes:
             continue  # and no checksum
         if nbytes <= _SMALL_READ_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
