@@ -39,8 +39,11 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         LayoutError: a Partial or unknown placement; a tensor subclass that is none of the above; memory that is not
             strided. Or local tensors contradict the placements or the metadata.
     """
-    local = memory = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    is_plain = type(local) is Tensor or type(local) is Parameter
+    is_plain = type(tensor) is Tensor or type(tensor) is Parameter  # as nearly all
+    local = memory = tensor
+    if not is_plain and isinstance(tensor, DTensor):
+        local = memory = tensor._local_tensor
+        is_plain = type(local) is Tensor or type(local) is Parameter
     if not is_plain or local.layout is not torch.strided or local.is_nested or local.is_conj() or local.is_neg():
         if isinstance(tensor, DTensor):
             if is_wrapper(local):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 STATE = "state"
@@ -51,7 +52,7 @@ def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, l
     return below
 
 
-def kinds_differ(one: Path, other: Path) -> bool:
+def kinds_differ(one: Path, other: Path, kind: Callable[[Any], Any] = type) -> bool:
     """Whether two paths with equal parts differ in what a part is: a list's position, a dict's key 0, or "0".
 
     They may well be cut in other places: a module has one part for what a dict of dicts has several for.
@@ -59,16 +60,15 @@ def kinds_differ(one: Path, other: Path) -> bool:
     try:
         "".join(one + other)  # type: ignore[arg-type]  # a quick look at whether all parts are str
     except TypeError:
-        return [*map(str, one)] == [*map(str, other)] and [*map(type, one)] != [*map(type, other)]
+        return [*map(str, one)] == [*map(str, other)] and [*map(kind, one)] != [*map(kind, other)]
     return False
 
 
-def lists_differ(one: Path, other: Path) -> bool:
-    """Whether two paths with equal parts differ in which of them are positions in lists.
+lists_differ = partial(kinds_differ, kind=lambda part: type(part) is Index)
+"""Whether two paths with equal parts differ in which of them are positions in lists.
 
-    That a dict's key is 0 in one, and "0" in the other, is no difference: DCP stores no other keys than texts.
-    """
-    return kinds_differ(one, other) and [type(part) is Index for part in one] != [type(part) is Index for part in other]
+That a dict's key is 0 in one, and "0" in the other, is no difference: DCP stores no other keys than texts.
+"""
 
 
 def tell_path(path: Path) -> str:

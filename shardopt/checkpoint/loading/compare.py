@@ -109,10 +109,10 @@ def compare(
 
     tensors = names.manifest.tensors
     for key, leaf in flat.leaves.items():
-        path = stored.get(key)
+        view, tensor = views.get(key), tensors.get(key)
+        path = stored.get(key) if tensor is None else tensor.path
         if path is None or key not in chosen or (reported and is_reported(leaf.path)):
             continue
-        view, tensor = views.get(key), tensors.get(key)
         if lists_differ(path, leaf.path):
             remedy = "nest it in the app as it was when it was saved"
             found: Problem | None = Problem(key, tell_path(path), tell_path(leaf.path), remedy)
@@ -126,7 +126,7 @@ def compare(
             found = _match_tensor(key, view, tensor, match, strictness, names)
         if found is not None:
             problems.append(found)
-    absent = [key for key in flat.leaves if key in chosen and key not in stored]
+    absent = [key for key in flat.leaves if key not in stored and key in chosen]
     match.missing = _missing(absent, flat, views, stored, names) if absent else []
     longer = in_longer_lists({key: flat.leaves[key].path for key in match.missing}, stored) if match.missing else ()
     for key in match.missing:

@@ -76,12 +76,8 @@ class RankPlan:
     @property
     def bytes_wanted(self) -> int:
         """The stored bytes that fill `into`."""
-        nbytes, stored = 0, self.match.tensors
-        for key, view in self.into.items():
-            itemsize = stored[key][1].dtype.itemsize
-            for _, memory in view.pieces:
-                nbytes += itemsize * memory.numel()
-        return nbytes
+        sizes = [(self.match.tensors[key][1].dtype.itemsize, view.pieces) for key, view in self.into.items()]
+        return sum([itemsize * memory.numel() for itemsize, pieces in sizes for _, memory in pieces])
 
     @property
     def has_casts_to_check(self) -> bool:

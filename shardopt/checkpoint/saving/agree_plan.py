@@ -190,7 +190,7 @@ class Planning:
         return _Report(
             geometry=self._geometry,
             values=description.values_fingerprint() if self._ranks.size > 1 else "",
-            partial=any(layout.local for _, _, layout in description.tensors.values()),
+            partial=True in {layout.local for _, _, layout in description.tensors.values()},
             check_replicas=description.check_replicas,
             contents=contents,
             guess=_LATER if description.contents_come_later else guess,
