@@ -78,16 +78,28 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         CheckpointError: an object refused its state; an error of this library as it is. Both say how far the load came.
     """
     for number, target in enumerate(loaded):
-        choices = {"strict": False} if lenient and isinstance(target.taker, PartialStateful) else {}
         try:
             with keeping_groups_and_dtypes(target.object):
-                target.taker.load_state_dict(target.filled_state(), **choices)
+                _give(target.taker, target.filled_state(), lenient)
                 take_rates(target.object)
         except Exception as error:
             told = _refusal(error, loaded, number)
             if told is error:
                 raise
             raise told from error
+
+
+def _give(taker: Any, state: Any, lenient: bool) -> None:
+    if isinstance(taker, Module) and type(taker).load_state_dict is Module.load_state_dict:
+        # Keys are compared before. What a module leaves out of its own state, as of a frozen part, it need not get.
+        found = taker.load_state_dict(state, strict=False)
+        lost = [*(key for key in found.missing_keys if key in state), *found.unexpected_keys]
+        if lost:
+            raise KeyError(f"its hooks gave other keys to {', '.join(lost)}")
+    elif lenient and isinstance(taker, PartialStateful):
+        taker.load_state_dict(state, strict=False)
+    else:
+        taker.load_state_dict(state)
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:

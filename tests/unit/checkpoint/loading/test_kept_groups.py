@@ -106,7 +106,7 @@ class ByProperty(SGD):
 
 def load(optimizer):
     """Hands an optimizer the state that it has."""
-    hand_back([RestoreTarget(("optimizer",), optimizer, optimizer.state_dict())], lenient=False)
+    hand_back([RestoreTarget(("optimizer",), optimizer, optimizer, optimizer, optimizer.state_dict())], lenient=False)
 
 
 def groups_of(layers):
@@ -182,7 +182,7 @@ def test_a_class_may_read_the_groups_that_it_had(does):
     for group in state["param_groups"]:
         group |= {"lr": 0.3, "momentum": 0.7}
     with nullcontext() if wanted else pytest.raises(CheckpointError, match="no"):
-        hand_back([RestoreTarget(("optimizer",), optimizer, state)], lenient=False)
+        hand_back([RestoreTarget(("optimizer",), optimizer, optimizer, optimizer, state)], lenient=False)
     assert optimizer.param_groups is groups and groups[0] is body and groups[1] is head
     momentum = {"set": 0.7, "write": 0.35, "refuse": 0.5}[does]
     assert [(group["lr"], group["momentum"]) for group in groups] == [(0.1, momentum)] * 2

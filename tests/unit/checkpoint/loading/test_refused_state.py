@@ -36,6 +36,30 @@ def test_a_scaler_that_was_saved_disabled_is_refused_before_anything_changes(tmp
     checkpoint.load(tmp_path / "c", {**without, "scaler": torch.amp.GradScaler("cpu", enabled=False)})
 
 
+def without_frozen(module, state, prefix, *unused):
+    del state[f"{prefix}1.weight"], state[f"{prefix}1.bias"]
+
+
+def test_a_module_whose_state_leaves_out_its_frozen_part_is_loaded(tmp_path):
+    def made():
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).requires_grad_(False))
+        model.register_state_dict_post_hook(without_frozen)
+        return model
+
+    saved, loaded = made(), made()
+    kept = loaded[1].weight.clone()
+    checkpoint.save(tmp_path / "c", {"model": saved})
+    checkpoint.load(tmp_path / "c", {"model": loaded})
+    assert torch.equal(loaded[0].weight, saved[0].weight) and torch.equal(loaded[1].weight, kept)
+
+    def loses(module, state, prefix, *unused):
+        del state[f"{prefix}0.weight"]
+
+    loaded.register_load_state_dict_pre_hook(loses)
+    with pytest.raises(CheckpointError, match=r"found KeyError: .*0\.weight"):
+        checkpoint.load(tmp_path / "c", {"model": loaded})
+
+
 def test_a_refusal_in_the_middle_says_what_was_loaded(tmp_path):
     weight = torch.nn.Parameter(torch.ones(2))
     app = {"a": Object(), "optimizer": torch.optim.SGD([weight], 0.1), "b": Object(), "c": Object()}
