@@ -119,6 +119,7 @@ def _none_frozen() -> Iterator[None]:
         yield
     finally:
         if frozen:
+            gc.collect()  # else what is in cycles that nobody has any more would stay for good
             gc.freeze()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -51,6 +52,13 @@ def refuse_swapped(why: str, tensors: Iterable[Tensor]) -> None:
         raise StateError(
             why, [Problem(found[0], f"averages in the place of it{others}", "its own weights", remedy)], code="averages"
         )
+
+
+def params_in(groups: Iterable[Any]) -> Iterator[Tensor]:
+    """Yields the parameters of groups; nothing of what somebody has put in their place, which steps refuse."""
+    for group in groups:
+        if isinstance(group, Mapping):
+            yield from (each for each in group.get("params", ()) if isinstance(each, Tensor))
 
 
 def _marks(tensor: Tensor) -> Iterator[tuple[object, int]]:

@@ -28,7 +28,7 @@ from shardopt.algorithms.registry import Options
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.accelerator import wait_for_reads
 from shardopt.runtime.signals import CHANGING, is_part_of
-from shardopt.sharding.swapped import MODE_IN_SWAP, refuse_swapped
+from shardopt.sharding.swapped import MODE_IN_SWAP, params_in, refuse_swapped
 from shardopt.sharding.view import local_tensors
 
 TRAIN_MODE = "train_mode"
@@ -51,7 +51,7 @@ class ScheduleFree(ElementwiseOptimizer):
         in the middle is taken back.
         """
         if any(group[TRAIN_MODE] != mode for group in self.param_groups):
-            refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
+            refuse_swapped(MODE_IN_SWAP, params_in(self.param_groups))
         groups = [group for group in self.param_groups if group[TRAIN_MODE] != mode]
         wait_for_reads(chain.from_iterable(local_tensors(each) for group in groups for each in group["params"]))
         begun: list[tuple[dict[str, Any], Tensor, int]] = []

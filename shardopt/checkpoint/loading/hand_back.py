@@ -90,16 +90,15 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
 
 
 def _give(taker: Any, state: Any, lenient: bool) -> None:
-    if isinstance(taker, Module) and type(taker).load_state_dict is Module.load_state_dict:
+    if getattr(taker.load_state_dict, "__func__", None) is Module.load_state_dict:
         # Keys are compared before. What a module leaves out of its own state, as of a frozen part, it need not get.
         found = taker.load_state_dict(state, strict=False)
         lost = [*(key for key in found.missing_keys if key in state), *found.unexpected_keys]
         if lost:
             raise KeyError(f"its hooks gave other keys to {', '.join(lost)}")
-    elif lenient and isinstance(taker, PartialStateful):
-        taker.load_state_dict(state, strict=False)
     else:
-        taker.load_state_dict(state)
+        choices = {"strict": False} if lenient and isinstance(taker, PartialStateful) else {}
+        taker.load_state_dict(state, **choices)
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:

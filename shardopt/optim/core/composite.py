@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -19,8 +18,7 @@ from shardopt.optim.state_dict.offered import Part, distributed, with_key, with_
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.runtime.partial_loads import refuse_partly_loaded
 from shardopt.runtime.torch_private import not_compiled, step_nested
-from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
-from shardopt.state.param_groups import PARAMS
+from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, params_in, refuse_swapped
 from shardopt.state.paths import STATE
 
 
@@ -68,7 +66,7 @@ class CompositeOptimizer(KeyedOptimizer):
             raise AlgorithmError("the closure is evaluated once for all", [problem], code="combined-optimizers")
         if self.evaluating:
             raise refusal_to_step(type(self).__name__)
-        refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        refuse_swapped(STEP_IN_SWAP, params_in(self.param_groups))
         refuse_partly_loaded([(type(self).__name__, self)])  # before the first part steps
         loss = None
         if closure is not None:
@@ -130,7 +128,7 @@ class CompositeOptimizer(KeyedOptimizer):
         """Calls `train` of every child."""
         if any(group.get(TRAIN_MODE) is not mode for group in self.param_groups if TRAIN_MODE in group):
             # Before the first child has changed.
-            refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
+            refuse_swapped(MODE_IN_SWAP, params_in(self.param_groups))
         super().train(mode)
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:

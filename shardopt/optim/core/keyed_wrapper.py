@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -27,7 +26,7 @@ from shardopt.optim.state_dict.offered import with_named_groups
 from shardopt.optim.state_dict.options import class_defaults, given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import KeyedGroup
 from shardopt.runtime.torch_private import not_compiled
-from shardopt.sharding.swapped import LOAD_IN_SWAP, refuse_swapped
+from shardopt.sharding.swapped import LOAD_IN_SWAP, params_in, refuse_swapped
 from shardopt.sharding.view import is_held
 from shardopt.state.param_groups import GIVEN, PARAMS, UNTOUCHED, are_named, options_by_member, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE
@@ -194,8 +193,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return (self._local.optimizer,)
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        with_masters = (group[PARAMS] for group in self.param_groups if group.get("master_dtype"))
-        refuse_swapped(LOAD_IN_SWAP, chain.from_iterable(with_masters))  # of which parameters are made
+        groups = (each for each in self.param_groups if isinstance(each, Mapping) and each.get("master_dtype"))
+        refuse_swapped(LOAD_IN_SWAP, params_in(groups))  # which a load makes of their masters
         if plan.convert_state:
             offered = self._converted(plan, with_named_groups(offered))
         super()._plan(plan, offered if plan.strict else self._complete(plan, with_named_groups(offered)))

@@ -41,7 +41,7 @@ from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
 from shardopt.runtime.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.sharding.gradients import zero_gradients
-from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
+from shardopt.sharding.swapped import MODE_IN_SWAP, STEP_IN_SWAP, params_in, refuse_swapped
 from shardopt.sharding.view import empty_local_tensor, local_tensors
 
 
@@ -182,7 +182,7 @@ class LocalOptimizer:
         groups = self.param_groups
         if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in groups):
             return
-        refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in groups))
+        refuse_swapped(MODE_IN_SWAP, params_in(groups))
         wait_for_copies()
         self._check_groups()
         reshard_before_writing(chain.from_iterable(group["params"] for group in groups))
@@ -202,7 +202,7 @@ class LocalOptimizer:
         if self.evaluating:
             raise refusal_to_step(type(self.optimizer).__name__)
         wait_for_copies()  # a save in the background knows only the optimizers of its app
-        refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
+        refuse_swapped(STEP_IN_SWAP, params_in(self.param_groups))
         self.steps_begun += 1
         try:
             loss = self._step(closure)

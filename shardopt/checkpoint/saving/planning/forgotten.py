@@ -196,8 +196,10 @@ def _unsaved_attributes(others: Sequence[RestoreTarget], flat: FlatState) -> Ite
             for name, value in [*vars(optimizer).items()]
         }
         lost = [
-            name for name, values in own.items() if any(isinstance(v, Tensor) and id(v) not in known for v in values)
-        ]
+            name
+            for name, values in own.items()
+            if any(isinstance(each, Tensor) and each.numel() > 1 and id(each) not in known for each in values)
+        ]  # no single numbers, such as a rate
         if lost:
             _told.add(optimizer)
             yield (
