@@ -88,8 +88,10 @@ def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
     """Returns what communication hooks of a DistributedDataParallel of these parameters were registered with.
 
     Not process groups, which are the same in each run, and torch's own states for mixed precision and steps in
-    backward.
+    backward. The search takes long, and is made only in programs that have imported torch's hooks.
     """
+    if "torch.distributed.algorithms.ddp_comm_hooks" not in sys.modules:
+        return []
     with _none_frozen():
         states = [state for each in _reducing(set(map(id, parameters))) for _, state in each._comm_hooks]
     own = [each for each in states if not isinstance(each, type(None) | dist.ProcessGroup)]

@@ -1,5 +1,8 @@
 """What goes along with the app's optimizers, and the position in its data, are told of if the app lacks them."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -156,7 +159,9 @@ class Holder(Trainer):
 
 
 @pytest.mark.parametrize("kept", ["module", "wrapped", "by the app", "nothing", "group"])
-def test_the_state_of_a_communication_hook_is_told_of_once_if_the_app_lacks_it(caplog, kept):
+def test_the_state_of_a_communication_hook_is_told_of_once_if_the_app_lacks_it(caplog, kept, monkeypatch):
+    # As in a program that has imported torch's hooks; not in the other tests of this process.
+    monkeypatch.setitem(sys.modules, "torch.distributed.algorithms.ddp_comm_hooks", ModuleType("hooks"))
     module = torch.nn.Linear(2, 1)
     app = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     with fake_rank(0, 1):
