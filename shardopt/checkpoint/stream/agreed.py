@@ -21,7 +21,7 @@ def _hash_of(text: str) -> str:
 
 
 class Agreement:
-    """What the ranks of a publisher have told each other, by the same rules.
+    """Compares by hashes what the ranks of a publisher see, and sends it only where it is new.
 
     Args:
         argument: the publisher's that has the rules.

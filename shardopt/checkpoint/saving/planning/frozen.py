@@ -38,7 +38,7 @@ def is_untrained(parameter: Tensor) -> bool:
 def members_of(path: Path, optimizer: Any, names: ParameterNames) -> Iterator[tuple[str, str, Tensor]]:
     """Yields each parameter of an optimizer: the key of its options, what a line may call it, and the parameter.
 
-    Those of an optimizer without any names have positions in their keys.
+    Where neither the optimizer nor the app has names for them, their keys have positions.
 
     Args:
         names: of parameters in the app.
