@@ -23,4 +23,5 @@ wait
 command -v chromedriver >/dev/null ||
     echo "test: no browser here: reports are not tested in one (apt-get install --yes chromium chromium-driver)"
 echo "test: pytest"
-exec "$python" -m pytest -n 2 --dist worksteal --durations=10 "$@"
+# One worker more than there are cores: tests of ranks also wait.
+exec "$python" -m pytest -n "$(($(nproc) + 1))" --dist worksteal --durations=10 "$@"

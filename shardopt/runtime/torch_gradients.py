@@ -76,6 +76,8 @@ def _frames() -> Iterator[FrameType]:
 
 def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters."""
+    if not dist.is_initialized():
+        return False  # DistributedDataParallel needs a process group
     wanted = set(map(id, parameters))
     with _none_frozen():
         if not _reducing(wanted):
@@ -90,7 +92,7 @@ def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
     Not process groups, which are the same in each run, and torch's own states for mixed precision and steps in
     backward. The search takes long, and is made only in programs that have imported torch's hooks.
     """
-    if "torch.distributed.algorithms.ddp_comm_hooks" not in sys.modules:
+    if "torch.distributed.algorithms.ddp_comm_hooks" not in sys.modules or not dist.is_initialized():
         return []
     with _none_frozen():
         states = [state for each in _reducing(set(map(id, parameters))) for _, state in each._comm_hooks]
@@ -104,8 +106,6 @@ def _reducing(wanted: set[int]) -> list[Any]:
     Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
     knows are asked whether they refer to that class, which takes a twentieth of a second where there are a million.
     """
-    if not dist.is_initialized():
-        return []  # DistributedDataParallel needs a process group
     kinds = _with_subclasses(DistributedDataParallel)
     # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
     instances = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
@@ -116,12 +116,15 @@ def _reducing(wanted: set[int]) -> list[Any]:
 def _none_frozen() -> Iterator[None]:
     """Lets objects be found that `gc.freeze` keeps out of collections: they are in no list."""
     frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
+    if frozen:
+        # Else what is in cycles that nobody has any more would stay for good. Before, as it is quick while all else is
+        # frozen: with that it takes seconds where there are many millions of objects.
+        gc.collect()
+        gc.unfreeze()
     try:
         yield
     finally:
         if frozen:
-            gc.collect()  # else what is in cycles that nobody has any more would stay for good
             gc.freeze()
 
 

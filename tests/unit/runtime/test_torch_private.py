@@ -1,6 +1,7 @@
 """The private parts of torch.optim that shardopt relies on: a later torch that differs fails here, by name."""
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -312,6 +313,23 @@ def test_ddp_is_known_by_its_parameters(monkeypatch):
             each.itself = each
         del each, wrapped
         assert not reduced_by_ddp([module.weight, own.weight])
+
+
+def test_a_search_for_ddp_leaves_no_garbage_among_what_is_frozen():
+    with fake_rank(0, 1):
+        gc.freeze()  # else nothing is frozen again
+        module, cycle = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        cycle.itself = [cycle]
+        is_alive = weakref.ref(cycle)
+        del cycle
+        assert not reduced_by_ddp(module.parameters())
+        assert is_alive() is None and gc.get_freeze_count()
+
+
+def test_without_a_process_group_nothing_is_searched_for_ddp(monkeypatch):
+    for name in ("collect", "get_referrers", "unfreeze"):  # which take seconds in a process of many objects
+        monkeypatch.setattr(gc, name, None)
+    assert not reduced_by_ddp(torch.nn.Linear(1, 1).parameters())
 
 
 def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
