@@ -13,6 +13,7 @@ from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.state.fused_kernels import take_rates
+from shardopt.state.names import plain_name
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
 from shardopt.state.versions import Noted, converts, note, stored_for, versions_in
@@ -94,11 +95,19 @@ def _give(taker: Any, state: Any, lenient: bool) -> None:
         # Keys are compared before. What a module leaves out of its own state, as of a frozen part, it need not get.
         found = taker.load_state_dict(state, strict=False)
         lost = [*(key for key in found.missing_keys if key in state), *found.unexpected_keys]
+        lost = lost or (found.missing_keys if _has_others(state, taker) else [])
         if lost:
             raise KeyError(f"its hooks gave other keys to {', '.join(lost)}")
     else:
         choices = {"strict": False} if lenient and isinstance(taker, PartialStateful) else {}
         taker.load_state_dict(state, **choices)
+
+
+def _has_others(state: Any, module: Module) -> bool:
+    """Whether hooks have put something into a module's state that may stand for what is missing in it."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    own = {plain_name(name) for name, _ in tensors}
+    return any(plain_name(key) not in own and not key.endswith("_extra_state") for key in state)
 
 
 def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> ShardoptError:
@@ -110,7 +119,7 @@ def _refusal(error: Exception, loaded: Sequence[RestoreTarget], number: int) -> 
     if isinstance(error, ShardoptError):
         error.restate(f"{error.message}; {come}")
         return error
-    kind, key = type(loaded[number].object).__name__, join(loaded[number].path)
+    kind, key = type(loaded[number].taker).__name__, join(loaded[number].path)
     problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)
     return CheckpointError(f"an object refused the state that was saved; {come}", [problem], code="object-refused")
 

@@ -60,6 +60,35 @@ def test_a_module_whose_state_leaves_out_its_frozen_part_is_loaded(tmp_path):
         checkpoint.load(tmp_path / "c", {"model": loaded})
 
 
+class Fused(torch.nn.Module):
+    """Has two parameters, of which its state has one tensor; its load may take the first alone."""
+
+    def __init__(self, is_right):
+        super().__init__()
+        self.q, self.k = (torch.nn.Parameter(torch.randn(2)) for _ in range(2))
+        self.is_right = is_right
+        self.register_state_dict_post_hook(Fused.fuse)
+        self.register_load_state_dict_pre_hook(Fused.split)
+
+    def fuse(self, state, prefix, *unused):
+        state[f"{prefix}qk"] = torch.cat([state.pop(f"{prefix}q"), state.pop(f"{prefix}k")]).detach()
+
+    def split(self, state, prefix, *unused):
+        state[f"{prefix}q"], k = state.pop(f"{prefix}qk").split(2)
+        if self.is_right:
+            state[f"{prefix}k"] = k
+
+
+def test_what_a_modules_hooks_lose_of_a_state_that_they_have_made_is_refused_as_by_torch(tmp_path):
+    saved = Fused(is_right=True)
+    checkpoint.save(tmp_path / "c", {"model": saved})
+    loaded = Fused(is_right=True)
+    checkpoint.load(tmp_path / "c", {"model": loaded})
+    assert torch.equal(loaded.k, saved.k)
+    with pytest.raises(CheckpointError, match=r"found KeyError: .* k'; required a Fused"):
+        checkpoint.load(tmp_path / "c", {"model": Fused(is_right=False)})
+
+
 def test_a_refusal_in_the_middle_says_what_was_loaded(tmp_path):
     weight = torch.nn.Parameter(torch.ones(2))
     app = {"a": Object(), "optimizer": torch.optim.SGD([weight], 0.1), "b": Object(), "c": Object()}
