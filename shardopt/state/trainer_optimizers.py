@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.state.paths import STATE, Path, join
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 from shardopt.state.state import CheckedStateful, Stateful
 
 SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
@@ -66,12 +66,16 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
         if type(wrapper).state_dict is not Optimizer.state_dict:
             try:
                 own = wrapper.state_dict()
-            except AttributeError as error:  # of its base class, as that of torch_optimizer's Lookahead
-                _refuse_kept(wrapper, [f"state that its state_dict() does not give ({error})"], path)
-        more = own.keys() - state.keys() if isinstance(own, dict) else set()
+            except Exception as error:  # of its base class, as that of torch_optimizer's Lookahead
+                found = f"state that its state_dict() does not give ({type(error).__name__}: {error})"
+                _refuse_kept(wrapper, [found], path)
+        own = own if isinstance(own, dict) else {}
+        more = own.keys() - state.keys()
         if more and own.keys() >= state.keys() and not isinstance(inner, CheckedStateful):
             return own, wrapper
-        if more := more or _own_entries(vars(wrapper).get(STATE), inner):
+        by_itself, here = vars(wrapper).get(STATE), getattr(inner, STATE, None)  # it may be an older dict of the inner's
+        more = more or _names_in(own) - _names_in(state)
+        if more := more or _names_in({STATE: by_itself}) - _names_in({STATE: here}):
             _refuse_kept(wrapper, sorted(map(str, more)), path)
     return state, inner
 
@@ -89,11 +93,14 @@ def _inner_of(wrapper: Any) -> list[Optimizer]:
     return list({id(each): each for each in vars(wrapper).values() if isinstance(each, Optimizer)}.values())
 
 
-def _own_entries(own: Any, inner: Any) -> set[Any]:
-    """Returns the names in a wrapper's own state by parameter that the optimizer's has not; it may be an older dict."""
-    states = [each.values() if isinstance(each, Mapping) else () for each in (own, inner.state)]
-    has, known = ({name for each in state if isinstance(each, Mapping) for name in each} for state in states)
-    return has - known
+def _names_in(state: Mapping[str, Any]) -> set[Any]:
+    """Returns the names of entries by parameter in the state of an optimizer, and those of options of its groups."""
+    by_parameter, groups = state.get(STATE), state.get(PARAM_GROUPS)
+    parts = [
+        *(by_parameter.values() if isinstance(by_parameter, Mapping) else ()),
+        *(groups if isinstance(groups, list) else ()),
+    ]
+    return {name for each in parts if isinstance(each, Mapping) for name in each}
 
 
 def _refuse_kept(wrapper: Any, names: Sequence[str], path: Path) -> None:

@@ -291,10 +291,29 @@ def test_what_a_wrapper_keeps_and_cannot_get_back_is_refused_at_the_save(tmp_pat
         def state_dict(self):
             return {"slow": self.slow, **super(Delegating, self).state_dict()}
 
+    class Merged(Lookahead):
+        def state_dict(self):
+            state = self.optimizer.state_dict()
+            return {**state, "state": {i: {**each, "slow": self.slow[i]} for i, each in state["state"].items()}}
+
+    class InGroups(Lookahead):
+        def state_dict(self):
+            state = self.optimizer.state_dict()
+            return {**state, "param_groups": [{**each, "counter": self.counter} for each in state["param_groups"]]}
+
+    class Absent(Delegating):
+        def state_dict(self):
+            raise NotImplementedError("ask the optimizer")
+
     wrapped = make_app("torch", ByBase)
     with pytest.raises(StateError, match=r"ByBase, which keeps state that its state_dict\(\) does not give \(.*hooks"):
         checkpoint.save(tmp_path / "c", wrapped)
-    refused = [("torch", Nested, "fast, slow"), ("keyed", Lookahead, "counter, slow"), ("torch", Silent, "slow_weight")]
+    with pytest.raises(StateError, match=r"Absent, which keeps state that .* \(NotImplementedError: ask"):
+        checkpoint.save(tmp_path / "c", make_app("torch", Absent))
+    refused = [
+        *(("torch", Nested, "fast, slow"), ("torch", Merged, "slow"), ("torch", InGroups, "counter")),
+        *(("keyed", Lookahead, "counter, slow"), ("torch", Silent, "slow_weight")),
+    ]
     for maker, wrap, names in refused:
         app = make_app(maker, wrap)
         train(app, 1)
