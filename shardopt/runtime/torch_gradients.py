@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -89,15 +89,27 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
 def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
     """Returns what communication hooks of a DistributedDataParallel of these parameters were registered with.
 
-    Not process groups, which are the same in each run, and torch's own states for mixed precision and steps in
-    backward. The search takes long, and is made only in programs that have imported torch's hooks.
+    Also within tuples. Not what is the same in each run, such as process groups and plain values, nor torch's own
+    states for mixed precision and steps in backward. The search takes long, and is made only in programs that have
+    imported torch's hooks.
     """
     if "torch.distributed.algorithms.ddp_comm_hooks" not in sys.modules or not dist.is_initialized():
         return []
     with _none_frozen():
-        states = [state for each in _reducing(set(map(id, parameters))) for _, state in each._comm_hooks]
-    own = [each for each in states if not isinstance(each, type(None) | dist.ProcessGroup)]
-    return [each for each in own if not type(each).__name__.startswith("_")]
+        # Without hooks is one whose constructor has failed.
+        hooks = [hook for each in _reducing(set(map(id, parameters))) for hook in vars(each).get("_comm_hooks", ())]
+    states = [each for _, state in hooks for each in (state if isinstance(state, tuple) else (state,))]
+    return [each for each in states if not (isinstance(each, _CONSTANT) or _is_torchs_own(each))]
+
+
+_CONSTANT = (
+    *(type(None), int, float, str, bytes, torch.dtype, torch.device, type, FunctionType),
+    *(dist.ProcessGroup, DeviceMesh, DistributedDataParallel),
+)
+
+
+def _is_torchs_own(state: Any) -> bool:
+    return type(state).__name__.startswith("_") and type(state).__module__.startswith("torch.")
 
 
 def _reducing(wanted: set[int]) -> list[Any]:

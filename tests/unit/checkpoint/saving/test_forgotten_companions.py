@@ -158,7 +158,10 @@ class Holder(Trainer):
         self.state, self.hidden = state, dict
 
 
-@pytest.mark.parametrize("kept", ["module", "wrapped", "by the app", "nothing", "group"])
+CONSTANT = {"nothing": None, "number": 4, "options": ("bf16", torch.bfloat16, 0.1)}
+
+
+@pytest.mark.parametrize("kept", ["module", "wrapped", "in a tuple", "by the app", "group", "failed", *CONSTANT])
 def test_the_state_of_a_communication_hook_is_told_of_once_if_the_app_lacks_it(caplog, kept, monkeypatch):
     # As in a program that has imported torch's hooks; not in the other tests of this process.
     monkeypatch.setitem(sys.modules, "torch.distributed.algorithms.ddp_comm_hooks", ModuleType("hooks"))
@@ -166,11 +169,13 @@ def test_the_state_of_a_communication_hook_is_told_of_once_if_the_app_lacks_it(c
     app = {"optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     with fake_rank(0, 1):
         wrapped = DistributedDataParallel(module)
-        state = {"nothing": None, "group": torch.distributed.group.WORLD}.get(kept, HookState())
-        wrapped.register_comm_hook(state, lambda state, bucket: bucket)
+        state = {**CONSTANT, "group": torch.distributed.group.WORLD}.get(kept, HookState())
+        wrapped.register_comm_hook((state, 1) if kept == "in a tuple" else state, lambda state, bucket: bucket)
+        if kept == "failed":  # as one whose constructor has raised, and that an error still has
+            del wrapped._comm_hooks
         app |= {"model": wrapped if kept == "wrapped" else module}
         if kept == "by the app":
             app["hook"] = Holder(state)
         for _ in range(2):
             tell_of_what_is_lost(flatten(app), None)
-    assert len(caplog.messages) == (kept in ("module", "wrapped"))
+    assert len(caplog.messages) == (kept in ("module", "wrapped", "in a tuple"))
