@@ -31,6 +31,7 @@ class Agreement:
 
     def __init__(self, argument: str, rules: str, what: str) -> None:
         self._argument, self._rules, self._what = argument, _hash_of(rules), what
+        self._merged: Any = None
         self._job = ""  # the hash of all that ranks had told when they last merged it
 
     def of(
@@ -43,7 +44,7 @@ class Agreement:
             merge: runs on rank 0; gets what each kind of ranks tells, by its first rank, and returns what all get.
 
         Returns:
-            What stays here; and what `merge` has returned on rank 0, None if nothing is new.
+            What stays here; and what `merge` has returned on rank 0, the same object until something is new.
 
         Raises:
             ShardoptError: what `look` or `merge` raises.
@@ -54,14 +55,13 @@ class Agreement:
             return [self._rules, _hash_of(json.dumps(looked[1])), self._job]
 
         (found, told), (job, packed) = ranks.agree(self._what, look, report, self._compared)
-        if not packed:
-            return found, None
-        kinds = unpack_kinds(packed)
-        is_first = kinds[kind_by_rank(kinds)[ranks.rank]][0] == ranks.rank
-        describe = (lambda: told) if is_first else None
-        _, section = exchange(ranks, self._what, describe, lambda each: (None, [merge(each)]), lambda _, rank: 0)
-        self._job = job
-        return found, decompress(section)
+        if packed:
+            kinds = unpack_kinds(packed)
+            is_first = kinds[kind_by_rank(kinds)[ranks.rank]][0] == ranks.rank
+            describe = (lambda: told) if is_first else None
+            _, section = exchange(ranks, self._what, describe, lambda each: (None, [merge(each)]), lambda _, rank: 0)
+            self._merged, self._job = decompress(section), job
+        return found, self._merged
 
     def _compared(self, reports: Sequence[Sequence[str]]) -> Any:
         """Returns the hash of all that ranks have told and, if that is new to one of them, the kinds of ranks."""

@@ -41,7 +41,7 @@ class Arranged:
     def __init__(self, rules: Sequence[AnyRule]) -> None:
         self._rules = tuple(rules)
         self._agreement = Agreement("rearrange", repr(self._rules), "rearranging what is published")
-        self._made: Made | None = None
+        self._made: tuple[dict[str, Told], Made] | None = None  # of all ranks' weights, what the rules make of them
         self._is_named: dict[str, bool] = {}
         self._cuts: dict[tuple[str, tuple[Box, ...]], list[tuple[str, int, Cut]]] = {}
         self._on_host: dict[tuple[str, Box], Tensor] = {}  # by new name; a step is in other memory once it is published
@@ -63,12 +63,11 @@ class Arranged:
             return views, _told(weights, views)
 
         views, of_job = self._agreement.of(ranks, look, self._merged)
-        if of_job is not None:
-            self._made = made(of_job, self._rules)
+        if self._made is None or self._made[0] is not of_job:  # also if that was interrupted at the last step
             self._cuts.clear()
             self._on_host.clear()
-        assert self._made is not None
-        return self._published(self._made, weights, views)
+            self._made = of_job, made(of_job, self._rules)
+        return self._published(self._made[1], weights, views)
 
     def _names(self, name: str) -> bool:
         if name not in self._is_named:

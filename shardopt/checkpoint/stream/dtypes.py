@@ -96,8 +96,7 @@ class Dtypes:
         if self._is_by_name:
             used = {*numbers.values()} - {None}
             look = partial(self._look, weights, forms, used)
-            (views, extremes), shared = self._agreement.of(ranks, look, self._merge)
-            self._shared = self._shared if shared is None else shared
+            (views, extremes), self._shared = self._agreement.of(ranks, look, self._merge)
             self._share(ranks, views, extremes)
 
         def work() -> dict[str, Tensor]:

@@ -123,6 +123,20 @@ def test_only_what_changes_its_order_within_a_dimension_is_copied_and_its_memory
     assert {len(of) for of in pieces.values()} == {1, 2, 3}  # of the padded, and of the stacked
 
 
+def test_weights_that_came_while_the_program_was_interrupted_are_not_taken_for_those_before(monkeypatch):
+    arranged = Arranged([Rule("w{n}", "v{n}", "i o -> o i")])
+    assert [*arranged.of(Ranks(None), {"w0": torch.ones(2, 3)})] == ["v0"]
+
+    def interrupted(*unused, warns=False):
+        if not warns:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("shardopt.checkpoint.stream.arranged.made", interrupted)
+        arranged.of(Ranks(None), {"w1": torch.ones(2, 3)})
+    assert [*arranged.of(Ranks(None), {"w1": torch.ones(2, 3)})] == ["v1"]
+
+
 def test_names_are_rearranged_before_they_are_renamed_as_in_a_load(tmp_path):
     weights = {"layers.0.qkv": torch.randn(60, 70)}
     rules = [Rule("layers.{n}.qkv", ("layers.{n}.q", "layers.{n}.kv"), "q+k i -> q i, k i", {"q": 40})]
