@@ -18,6 +18,7 @@ _LONGEST_INTERVAL_SECONDS = 5.0
 _LONGEST_LOOK_SECONDS = 1.0
 _LONG_WAIT_SECONDS = 20.0
 _LONG_WAIT_SHARE = 1 / 3  # of the deadline: one rank may well evaluate for less, and the error does not come then
+_LONGEST_WAIT_SECONDS = 1200.0  # of a deadline of hours, or of none
 
 
 def beat_interval(seconds: float) -> float:
@@ -60,7 +61,7 @@ class Silence:
 
     def long_silent(self) -> list[Any]:
         """Returns, once, the keys whose counters have not changed for a while, as of the last look."""
-        wait = max(_LONG_WAIT_SECONDS, _LONG_WAIT_SHARE * self._deadline_seconds)
+        wait = max(_LONG_WAIT_SECONDS, min(_LONG_WAIT_SHARE * self._deadline_seconds, _LONGEST_WAIT_SECONDS))
         long = [each for each, (_, stood) in self._seen.items() if stood > wait]
         if not long or self._has_told:
             return []
