@@ -325,7 +325,8 @@ def loads_other_shape(module: nn.Module, name: str, value: Tensor) -> bool:
     else:
         trial = copy.copy(module)  # a parameter may be of a whole model
         place = {**module._parameters, name: copy.deepcopy(module._parameters[name])}
-        trial._parameters, trial._buffers, trial._modules = place, {**module._buffers}, {**module._modules}
+        trial._parameters, trial._modules = place, {**module._modules}
+        trial._buffers = {at: None if own is None else own.detach().clone() for at, own in module._buffers.items()}
     own = place[name]
     with torch.no_grad():
         trial._load_from_state_dict({name: value}, "", {}, True, missing, [], errors)

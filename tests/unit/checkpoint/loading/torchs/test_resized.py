@@ -99,15 +99,17 @@ def test_a_load_that_is_refused_leaves_what_a_hook_sets_beside_the_parameter(tmp
         def __init__(self, count):
             super().__init__(count)
             self.register_buffer("places", torch.arange(count), persistent=False)
+            self.register_buffer("count", torch.tensor(count), persistent=False)
 
         def _load_from_state_dict(self, state, prefix, *others):
             self.places = torch.arange(state[f"{prefix}pos"].shape[1])
+            self.count.fill_(len(self.places))
             super()._load_from_state_dict(state, prefix, *others)
 
     checkpoint.save(tmp_path / "one", {"model": Grid(4), "more": torch.ones(1)})
     model = Grid(8)
     with pytest.raises(MismatchError, match=r"^(?!.*model\.pos)"):
         checkpoint.load(tmp_path / "one", {"model": model, "other": torch.ones(1)})
-    assert len(model.places) == 8
+    assert len(model.places) == model.count == 8
     checkpoint.load(tmp_path / "one", {"model": model, "more": torch.ones(1)})
-    assert len(model.places) == 4
+    assert len(model.places) == model.count == 4
