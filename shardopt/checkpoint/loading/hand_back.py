@@ -53,10 +53,10 @@ def refuse_other_versions(
 
     Args:
         stored_keys: as for `note_stored_versions`.
-        app: the module, or its state, of which it is not known what a load would convert.
+        app: the module; or its state, or a module with a `load_state_dict` of its own, which may convert anything.
     """
     versions, problems = reader.manifest.module_versions or {}, []
-    modules = dict(app.named_modules(remove_duplicate=False)) if isinstance(app, Module) else {}
+    modules = dict(app.named_modules(remove_duplicate=False)) if _is_by_torch(app) else {}
     for each in noted:
         here = each.versions()
         remedy = "run the code of the publisher here, or load the step by checkpoint.load(...), which converts"
@@ -91,7 +91,7 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
 
 
 def _give(taker: Any, state: Any, lenient: bool) -> None:
-    if getattr(taker.load_state_dict, "__func__", None) is Module.load_state_dict:
+    if _is_by_torch(taker):
         # Keys are compared before. What a module leaves out of its own state, as of a frozen part, it need not get.
         found = taker.load_state_dict(state, strict=False)
         lost = [*(key for key in found.missing_keys if key in state), *found.unexpected_keys]
@@ -101,6 +101,11 @@ def _give(taker: Any, state: Any, lenient: bool) -> None:
     else:
         choices = {"strict": False} if lenient and isinstance(taker, PartialStateful) else {}
         taker.load_state_dict(state, **choices)
+
+
+def _is_by_torch(app: Any) -> bool:
+    """Whether it is a module that torch's own `load_state_dict` loads."""
+    return getattr(getattr(app, "load_state_dict", None), "__func__", None) is Module.load_state_dict
 
 
 def _has_others(state: Any, module: Module) -> bool:

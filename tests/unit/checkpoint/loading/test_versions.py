@@ -159,11 +159,18 @@ class Renamed(nn.Linear):
     _version = 4
 
 
-@pytest.mark.parametrize("way", ["class", "hook", "state"])
+class Converting(nn.Sequential):
+    """Converts in its own `load_state_dict`, which a Follower does not call."""
+
+    def load_state_dict(self, state, *args, **options):
+        return super().load_state_dict({name: 2 * each for name, each in state.items()}, *args, **options)
+
+
+@pytest.mark.parametrize("way", ["class", "hook", "state", "own load"])
 def test_followers_take_other_versions_of_what_converts_nothing(tmp_path, way):
     with checkpoint.Publisher(tmp_path) as publisher:
         publisher.publish(1, nn.Sequential(nn.Linear(2, 2))).result()
-    app = after = nn.Sequential(Renamed(2, 2))
+    app = after = (Converting if way == "own load" else nn.Sequential)(Renamed(2, 2))
     if way == "hook":
         after[0].register_load_state_dict_pre_hook(lambda *args: None)
     elif way == "state":
