@@ -99,6 +99,7 @@ class LoadReport(OfUrl):
         merged: keys of state of table rows that was stored for other parts of the columns (`Strictness(row_state=)`).
         frozen: the stored keys of the options of parameters that were frozen in the optimizers that were saved; None
             where that is not known.
+        in_eval: the names of layers that were in `eval()`, by the key of their module; None where that is not known.
     """
 
     url: str
@@ -118,6 +119,7 @@ class LoadReport(OfUrl):
     rename_rules: tuple[tuple[str, str], ...] | None = None
     merged: tuple[str, ...] = ()
     frozen: tuple[str, ...] | None = None
+    in_eval: Mapping[str, tuple[str, ...]] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,8 @@ def _planned(reader: CheckpointReader, world_size: int) -> PlannedSave:
         [[file_name(NO_ID, rank, slot), size, NO_DIGEST] for slot, size in of_rank.items()]
         for rank, of_rank in enumerate(nbytes)
     ]
-    values, seconds, frozen = encode_each(manifest.values), manifest.seconds, manifest.frozen
-    _, data = make_manifest(NO_ID, plan, values, of_files, seconds=seconds, frozen=frozen)
+    noted = {name: getattr(manifest, name) for name in ("seconds", "frozen", "in_eval")}
+    _, data = make_manifest(NO_ID, plan, encode_each(manifest.values), of_files, **noted)
     sizes = [sum(map(each.tensor_bytes, each.slots)) for each in writes]
     most = max(range(world_size), key=sizes.__getitem__)
     return PlannedSave(

@@ -132,6 +132,12 @@ def _decode_frozen(wire: Any) -> tuple[str, ...]:
     return tuple(wire)
 
 
+def _decode_in_eval(wire: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    if not all(type(layers) is list and all(type(name) is str for name in layers) for layers in wire.values()):
+        raise ValueError("layers in eval() that are no list of names")
+    return {key: tuple(layers) for key, layers in wire.items()}
+
+
 def _decode_writer(wire: Any) -> str:
     if type(wire) is not str:
         raise ValueError("a writer that is no text")
@@ -259,6 +265,7 @@ _OPTIONAL: Mapping[str, Callable[[Any], Any]] = {
     "written_by": _decode_writer,
     "module_versions": _decode_versions,
     "frozen": _decode_frozen,
+    "in_eval": _decode_in_eval,
 }
 """The members of a manifest that some versions did not write."""
 

@@ -32,7 +32,7 @@ RenameRules = tuple[tuple[str, str], ...]
 """The rules of `rename` that names were saved through, in order, each a regex and its replacement."""
 
 BESIDE = "../"  # begins the names of files in other directories under the root of a run
-_OPTIONAL = ("saved_at", "seconds", "written_by", "renamed", "module_versions", "frozen")  # what may be None
+_OPTIONAL = ("saved_at", "seconds", "written_by", "renamed", "module_versions", "frozen", "in_eval")  # what may be None
 _HALF_KNOWN = b'{"any":'  # begins the form of an `OnAnyRank`, which is stored as a bool
 
 
@@ -163,8 +163,8 @@ class Manifest:
     `renamed` are the rules of `rename` that the names have been through since the run began; None where that is not
     known. `written_by` names the library that wrote it and its version, "shardopt 0.1.0"; None where that is not known.
     `module_versions` are those of the classes of modules; None where there were none, or an older version wrote it.
-    `frozen` are the parameters of optimizers that had no gradient, by the keys of their options; None where that is not
-    known.
+    `frozen` are the parameters of optimizers that had no gradient, by the keys of their options, and `in_eval` the
+    names of layers in `eval()`, by the key of their module; None where that is not known.
     """
 
     save_id: str
@@ -180,6 +180,7 @@ class Manifest:
     written_by: str | None = None
     module_versions: Versions | None = None
     frozen: tuple[str, ...] | None = None
+    in_eval: Mapping[str, tuple[str, ...]] | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:

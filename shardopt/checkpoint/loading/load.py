@@ -255,6 +255,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
         save_seconds=manifest.seconds,
         rename_rules=manifest.renamed if rules is None else rules.been_through,
         frozen=manifest.frozen,
+        in_eval=manifest.in_eval,
     )
     if match.merged:
         log_merged(report.url, match.merged)

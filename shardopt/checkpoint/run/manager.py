@@ -244,8 +244,7 @@ class Manager:
     ) -> SaveReport | PendingSave | None:
         """Saves if the step is due (or `force`, alike on all ranks), else returns None. Collective if it saves.
 
-        With `stage` it returns as soon as `async_save` does. Checkpoints that are no longer wanted are removed when the
-        new one is committed.
+        With `stage` it returns as `async_save` does. Checkpoints no longer wanted are removed after the commit.
 
         Steps rise. The last saved or restored one is not saved again; returns the report of its save, or None.
 
@@ -262,6 +261,7 @@ class Manager:
         if type(step) is not int or step < 0:
             check_step(step)
         if not self._run.due.passed(step, force or self.should_save(step)):
+            self._steps.warnings.of_passed(app)
             return None
         refuse_within(f"saving step {step} of {self._run.root.url}", app)
         with self._run.ranks.beating():

@@ -110,7 +110,7 @@ class Steps:
             self._may_be_mixed = refused is not None
         terms = self._terms if refused is None else replace(self._terms, refused=refused)
         if self._run.ranks.rank == 0:
-            self.warnings.of_saved(step, app)
+            terms = replace(terms, in_eval=self.warnings.of_saved(step, app))
         self._after.prepare(id, in_turn=True)
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
@@ -130,11 +130,11 @@ class Steps:
             has, above = self._has(id, True, metrics, stops=True), None
             if not has:
                 above = self._last_above(id)
-                if self._run.ranks.rank == 0:
-                    self.warnings.of_saved(step, app)
-                self._after.prepare(id, in_turn=False)
                 seconds = min(self._terms.deadline_seconds, stop.grace_seconds)
                 terms = replace(self._terms, deadline_seconds=seconds)
+                if self._run.ranks.rank == 0:
+                    terms = replace(terms, in_eval=self.warnings.of_saved(step, app))
+                self._after.prepare(id, in_turn=False)
                 self._save(id, [self._run.root.checkpoint(id).url], app, metrics, terms, None, raise_earlier=False)
         finally:
             for failure in filter(None, earlier):

@@ -129,6 +129,7 @@ def make_manifest(
     seconds: float | None = None,
     renamed: RenameRules | None = None,
     frozen: tuple[str, ...] | None = None,
+    in_eval: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[Manifest, bytes]:
     """Makes the manifest of a checkpoint from all ranks' reports of their files; returns it, and its bytes.
 
@@ -140,6 +141,7 @@ def make_manifest(
         seconds: how long the save took until now; None where that says nothing of another.
         renamed: the rules of `rename` that the names have been through since the run began; None where it is not known.
         frozen: the keys of frozen parameters of optimizers; None where it is not known.
+        in_eval: the names of layers in `eval()`, by the key of their module; None where it is not known.
 
     Raises:
         CheckpointError: a rank wrote other files than those that were assigned to it.
@@ -169,6 +171,7 @@ def make_manifest(
         seconds=seconds,
         renamed=renamed,
         frozen=frozen,
+        in_eval=in_eval,
         written_by=WRITER,
         module_versions=plan.geometry.versions or None,
     )

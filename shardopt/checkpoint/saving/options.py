@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -62,7 +63,8 @@ class SaveTerms(SaveOptions):
     `chain` says what deltas are for: "bounded" for fewer bytes, as long as restores stay fast; "link" and "anchor" for
     followers, who take them one by one. An anchor is written whole beside them. `kept` has the bytes of the last save,
     to compare with these; None to read them where they are stored. `prints` finds rows that have changed since the last
-    save, and learns those of this one; None to compare bytes alone. `refused`: all raise it; None to save.
+    save, and learns those of this one; None to compare bytes alone. `in_eval` are the layers in `eval()`, where it is
+    known, on rank 0. `refused`: all raise it; None to save.
     """
 
     process_group: Group | None = None
@@ -74,6 +76,7 @@ class SaveTerms(SaveOptions):
     chain: Chain = "bounded"
     kept: Kept | None = None
     prints: RowPrints | None = None
+    in_eval: Mapping[str, tuple[str, ...]] | None = None
     refused: ShardoptError | None = None
 
 

@@ -347,6 +347,7 @@ def _commit(
         seconds=world().monotonic() - begin,
         renamed=options.renamed,
         frozen=frozen,
+        in_eval=options.in_eval,
     )
     with wrap_os_errors(f"commit {target.storage.url}"):
         published = target.publish(manifest, data)

@@ -35,6 +35,7 @@ from shardopt.runtime.torch_private import (
     gather_lists,
     gathers_as_torch,
     has_modes,
+    in_eval,
     is_torchs_getter_asking,
     lazy_state,
     step_with_lists,
@@ -481,3 +482,15 @@ def test_an_optimizer_without_torchs_constructor_has_all_that_it_sets_but_values
     assert stepped == ["before", bare]
     assert whole._optimizer_step_pre_hooks is not bare._optimizer_step_pre_hooks
     assert Bare()._optimizer_step_pre_hooks == {}  # nobody else's
+
+
+def test_parts_in_eval_are_named_by_their_top():
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.BatchNorm1d(1))
+    model[1].register_module("nothing", None)
+    assert in_eval(model) == []
+    model[0][1].eval()
+    assert in_eval(model) == ["0.1"]
+    model[0][0].eval()  # the mode of what holds them says nothing
+    assert in_eval(model) == ["0"] and in_eval(model[0]) is None
+    model[1].eval()
+    assert in_eval(model) is None and in_eval(model[1]) is None and in_eval(nn.Linear(1, 1)) == []

@@ -2,8 +2,8 @@
 
 A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha:
 their moments are saved, and their values are not, so that a resume would give the moments to new values. And parameters
-that are frozen and were not, or were and are not: what the script freezes or unfreezes once, at a step before the
-restored one, a resumed run has as it was made.
+that are frozen and were not, or were and are not, and likewise layers in `eval()`: what the script freezes or unfreezes
+once, at a step before the restored one, a resumed run has as it was made.
 
 Only rank 0 looks, while the others go on to what all ranks do: what it stumbles over ends no training.
 """
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
 from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
+from shardopt.checkpoint.saving.planning.in_eval import Layers, LayersInEval
 from shardopt.data.workers import warn_of_workers
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
@@ -81,10 +82,20 @@ class AppWarnings:
         self._counted: tuple[int, dict[str, int]] | None = None  # the first saved step, its counters
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
         self._frozen: list[Otherwise] = []  # to be told of at the next step, or save
+        self._in_eval = LayersInEval()
+
+    def of_passed(self, app: Mapping[str, Any]) -> None:
+        """Looks at the app at some calls of `save` that save nothing."""
+        if self._in_eval.looks:  # on no rank but 0
+            with _harmless():
+                self._in_eval.look(objects_in({**app}), is_saved=False)
 
     @_harmless()
-    def of_saved(self, step: int, app: Any) -> None:
-        """Warns once if the app has another step than the saved one, as in a loop that counts differently."""
+    def of_saved(self, step: int, app: Any) -> dict[str, Layers] | None:
+        """Warns once if the app has another step than the saved one, as in a loop that counts differently.
+
+        Returns: the layers in `eval()` by the key of their module, as far as known.
+        """
         is_first, self._has_saved = not self._has_saved, True
         counted = app.get("step")
         if type(counted) is int and counted != step and not self._told_of_step:
@@ -107,6 +118,7 @@ class AppWarnings:
             if is_due and check.warns(found, step):
                 self._told.add(check)
         self._compare_rates(found, warns=True)
+        return self._in_eval.look(found, is_saved=True) or None
 
     def _end_frozen(self) -> None:
         for each in self._frozen:
@@ -187,6 +199,7 @@ class AppWarnings:
         found = objects_in({**app})
         self._compare_rates(found, warns=False)
         self._end_frozen()
+        self._in_eval.restored(report)
         if report is not None:
             optimizers = [(path, each) for path, each in found if isinstance(each, Optimizer)]
             self._frozen = frozen_otherwise(optimizers, ParameterNames(app), report)

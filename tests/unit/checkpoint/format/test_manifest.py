@@ -63,6 +63,8 @@ def manifests(draw):
     seconds = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
     writer = draw(st.none() | st.just("shardopt 0.1.0"))
     noted = {"written_by": writer, "frozen": draw(st.none() | st.lists(st.text(max_size=3), max_size=2).map(tuple))}
+    layers = st.dictionaries(st.text(max_size=3), st.lists(st.text(max_size=3), max_size=2).map(tuple), max_size=2)
+    noted["in_eval"] = draw(st.none() | layers)
     return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds, **noted)
 
 
@@ -73,7 +75,14 @@ def plain(manifest):
         for key, (path, dtype, layout, tied_to, _) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    beside = manifest.saved_at, manifest.metrics, manifest.seconds, manifest.written_by, manifest.frozen
+    beside = (
+        manifest.saved_at,
+        manifest.metrics,
+        manifest.seconds,
+        manifest.written_by,
+        manifest.frozen,
+        manifest.in_eval,
+    )
     return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 
