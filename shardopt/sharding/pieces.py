@@ -128,6 +128,14 @@ def elements_overlap(tensor: Tensor) -> bool:
     return False
 
 
+def overlap_problem(key: str, tensor: Tensor) -> Problem | None:
+    """Returns why a tensor cannot be loaded into, if its elements share memory."""
+    if not elements_overlap(tensor):
+        return None
+    shared = f"elements that share memory (strides {tensor.stride()})"
+    return Problem(key, shared, "a place for each element", "call contiguous() first")
+
+
 def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
     """Returns the single piece of a tensor without elements, as no local tensor need have its shape."""
     device = memory[0].device if memory else "cpu"

@@ -27,7 +27,8 @@ from shardopt.checkpoint.saving.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import View, overlap_problem
+from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.view import view_of
 from shardopt.state.paths import Path
 from shardopt.state.state import FlatState, PerRank
@@ -170,6 +171,7 @@ def describe(
         kind, message = type(refused[0]), refused[0].message
         problems = [problem for error in refused for problem in error.problems]
         raise kind(message, problems, code=refused[0].code)
+    _refuse_shared_memory(flat, views)
     tied: dict[str, str] = {}
     if len({*addresses.values()}) < len(addresses):
         same = tied_in(views, addresses)
@@ -201,6 +203,19 @@ def _refuse_without_memory(key: str, view: View) -> None:
         if view.pieces[0].tensor.is_meta:
             found, remedy = "a tensor on the meta device", "initialize it first"
         raise StateError("a tensor cannot be stored", [Problem(key, found, "a tensor with values", remedy)])
+
+
+def _refuse_shared_memory(flat: FlatState, views: Mapping[str, View]) -> None:
+    """Raises StateError for tensors of expanded memory and the like, as a load could not write each element."""
+    strided = [(key, piece) for key, view in views.items() for piece in view.pieces if not piece.tensor.is_contiguous()]
+    problems = {
+        key: problem
+        for key, piece in strided
+        if not isinstance(flat.leaves[key].value, PiecesTensor)  # as of a publication, whose zeros are one
+        and (problem := overlap_problem(key, piece.tensor))
+    }
+    if problems:
+        raise StateError("a tensor cannot be stored", [*problems.values()])
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

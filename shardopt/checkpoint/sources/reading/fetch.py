@@ -28,7 +28,7 @@ from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Pro
 from shardopt.runtime.accelerator import CallersStreams, wait_for_reads
 from shardopt.runtime.staging_fence import wait_for_copies
 from shardopt.runtime.torch_gradients import reshard_before_writing
-from shardopt.sharding.pieces import elements_overlap
+from shardopt.sharding.pieces import overlap_problem
 from shardopt.state.casts import has_fewer_exponents, lost_in_cast
 from shardopt.world import Executor, Future, world
 
@@ -49,9 +49,8 @@ def memory_problem(key: str, *memories: Tensor) -> Problem | None:
             else:
                 state, remedy = GIVEN_BACK, "load while its parameter is there"
             return Problem(key, state, "memory to load into", remedy)
-        if elements_overlap(tensor):
-            shared = f"elements that share memory (strides {tensor.stride()})"
-            return Problem(key, shared, "a place for each element", "call contiguous() first")
+        if problem := overlap_problem(key, tensor):
+            return problem
     return None
 
 

@@ -57,6 +57,25 @@ def test_a_tuple_is_a_list():
     assert described(first).geometry_fingerprint() == described(second).geometry_fingerprint()
 
 
+def test_tensors_that_a_load_could_not_fill_are_refused_before_anything_is_written(tmp_path):
+    """Those whose elements share memory: of the stored ones a load could keep one. Others need not be contiguous."""
+    app = {
+        "model": torch.nn.Linear(2, 2),
+        "shared": {"expanded": torch.zeros(1).expand(3), "overlaps": torch.zeros(4).as_strided((2, 3), (1, 1))},
+        "apart": [torch.zeros(1).expand(1, 1), torch.zeros(2, 3).T, torch.zeros(4, 4)[1:3, ::2], torch.ones(0, 2).T],
+    }
+    app["model"].register_buffer("scale", torch.ones(1, 2).expand(2, 2))
+    for save in (checkpoint.save, lambda *args: checkpoint.async_save(*args).result()):
+        with pytest.raises(StateError, match="call contiguous") as raised:
+            save(tmp_path / "c", app)
+        assert {each.key for each in raised.value.problems} == {"model.scale", "shared.expanded", "shared.overlaps"}
+    assert not (tmp_path / "c").exists()
+    app["model"].scale = app["model"].scale.contiguous()
+    app["shared"] = {name: each.contiguous() for name, each in app["shared"].items()}
+    checkpoint.save(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", app)
+
+
 parts = st.one_of(st.integers(0, 2), st.text(st.sampled_from("a0.\0\1\2"), max_size=3))
 
 
