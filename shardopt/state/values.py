@@ -48,7 +48,18 @@ _REMEDY = (
     "tensors, or an object with state_dict and load_state_dict"
 )
 
+_GENERATOR = (
+    'give an object whose state_dict() returns {{"state": {}}}, and whose load_state_dict(state) does {}; in a '
+    "shardopt.data.PerRankState if each rank draws for itself"
+)
+_GET_SET = _GENERATOR.format("it.get_state()", 'it.set_state(state["state"])')
 _INSTEAD = {
+    "torch._C.Generator": _GET_SET,
+    "numpy.random.mtrand.RandomState": _GET_SET,
+    "numpy.random._generator.Generator": _GENERATOR.format(
+        "it.bit_generator.state", 'it.bit_generator.state = state["state"]'
+    ),
+    "random.Random": _GENERATOR.format("it.getstate()", 'it.setstate(state["state"])'),
     "collections.deque": "keep a list in its place, cut by del it[:-maxlen]",
     "collections.OrderedDict": "store dict(it)",
     "torch.dtype": 'store str(it), of which getattr(torch, name.removeprefix("torch.")) makes it again',

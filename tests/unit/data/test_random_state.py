@@ -1,6 +1,7 @@
 """Random states and other states of a rank's own, through a checkpoint; on several ranks in tests/distributed."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.data import random_state
-from shardopt.errors import MismatchError
+from shardopt.data import PerRankState, random_state
+from shardopt.errors import MismatchError, StateError
 from tests.harness import run_ranks
 
 
@@ -142,3 +143,37 @@ def test_a_stateful_data_loader_resumes(tmp_path, workers):
     checkpoint.load(tmp_path / "it", {"data": shardopt.data.PerRankState(second, on_resize="raise")})
     assert [batch.tolist() for batch in second] == wanted
     assert len(wanted) == 7
+
+
+@pytest.mark.parametrize(
+    ("generator", "draw"),
+    [
+        (torch.Generator(), lambda it: torch.rand(1, generator=it).item()),
+        (np.random.default_rng(0), lambda it: it.random()),
+        (np.random.RandomState(0), lambda it: it.random_sample()),
+        (random.Random(0), lambda it: it.random()),
+    ],
+    ids=["torch", "numpy", "numpy before", "python"],
+)
+def test_the_error_of_a_generator_says_what_to_write(tmp_path, generator, draw):
+    with pytest.raises(StateError) as raised:
+        checkpoint.save(tmp_path / "c", {"own": generator})
+    text = str(raised.value)
+    get, put = re.search(
+        r"state_dict\(\) returns (\{.*\}), and whose load_state_dict\(state\) does (.*); in a", text
+    ).groups()
+
+    class Own:
+        def state_dict(self):
+            return eval(get, {"it": generator})
+
+        def load_state_dict(self, state):
+            exec(put, {"it": generator, "state": state})
+
+    assert "shardopt.data.PerRankState" in text
+    for number, own in enumerate((Own(), PerRankState(Own(), on_resize="raise"))):
+        checkpoint.save(tmp_path / str(number), {"own": own})
+        drawn = draw(generator)
+        assert draw(generator) != drawn
+        checkpoint.load(tmp_path / str(number), {"own": own})
+        assert draw(generator) == drawn
