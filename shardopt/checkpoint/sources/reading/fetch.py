@@ -246,10 +246,10 @@ def check_all(requests: Sequence[ReadRequest]) -> None:
     """Verifies every segment of the stored boxes in the requests; changes nothing.
 
     Raises:
-        CorruptionError: with all damaged segments.
+        CorruptionError: with all damaged segments, in the order of the files.
     """
-    boxes = {(id(file), entry.begin): (file, entry) for file, entry, *_ in requests}
-    problems = [problem for file, entry in boxes.values() for problem in _damaged_in_all_copies(file, entry)]
+    boxes = {(file.name, entry.begin, id(file)): (file, entry) for file, entry, *_ in requests}
+    problems = [problem for key in sorted(boxes) for problem in _damaged_in_all_copies(*boxes[key])]
     if problems:
         raise CorruptionError("a checkpoint is damaged", problems)
 

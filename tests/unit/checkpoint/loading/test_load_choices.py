@@ -277,6 +277,22 @@ def test_transactional_load_finds_damage_before_anything_changes(saved):
     train(app["model"], app["optimizer"])
 
 
+def test_damage_of_several_tensors_is_listed_in_the_order_of_the_files(tmp_path):
+    """The first of them is the one that a load which does not verify first stops at."""
+    names = ["a", "b", "c", "d"]
+    checkpoint.save(tmp_path, {name: torch.ones(40_000) for name in names})
+    for name in "bcd":
+        flip_last_byte_of(tmp_path, name)
+    for order in (names, names[::-1]):
+        app = {name: torch.zeros(40_000) for name in order}
+        with pytest.raises(CorruptionError) as verified:
+            checkpoint.load(tmp_path, app, transactional=True)
+        assert [re.search(r"\b([bcd])\b", str(each)).group() for each in verified.value.problems] == ["b", "c", "d"]
+        with pytest.raises(CorruptionError) as met:
+            checkpoint.load(tmp_path, app)
+        assert str(met.value.problems[0]) == str(verified.value.problems[0])
+
+
 @pytest.mark.parametrize("init", [True, False])
 def test_damage_of_a_manifest_or_a_header_says_that_nothing_was_changed(saved, init):
     path, _ = saved
