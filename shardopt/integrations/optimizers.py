@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.keyed import KeyedOptimizer, keyed
+from shardopt.runtime.signatures import signature
 from shardopt.runtime.torch_private import note_steps_for_schedules
 from shardopt.state.trainer_optimizers import is_constructed, state_of
 
@@ -85,7 +85,7 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
         raise StateError(
             f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems, code="framework"
         )
-    accepted = inspect.signature(type(optimizer)).parameters.keys() - {_PARAMS}
+    accepted = signature(type(optimizer)).parameters.keys() - {_PARAMS}
     # A schedule has set its first rate by now, as zero for a warm-up; "initial_lr" is what the code gave.
     given = [{**group, "lr": group["initial_lr"]} if "initial_lr" in group else group for group in groups]
     options = [{name: value for name, value in group.items() if name in accepted} for group in given]

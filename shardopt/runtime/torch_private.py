@@ -20,6 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.runtime.signatures import signature
+
 BatchNorm = _BatchNorm
 """All batch-norm layers, including users' own, as torch's `update_bn` looks for them."""
 
@@ -260,7 +262,7 @@ def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[l
 
 @lru_cache
 def _arguments_of(function: Callable[..., Any]) -> int:
-    return len(inspect.signature(function).parameters)
+    return len(signature(function).parameters)
 
 
 def step_with_lists(
@@ -381,10 +383,7 @@ def has_modes() -> bool:
 
 
 def in_eval(module: Module) -> list[str] | None:
-    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are.
-
-    For 10,000 modules it takes 3 ms.
-    """
+    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
     found, trains = list[str](), False
     for name, child in module._modules.items():
         if child is None:

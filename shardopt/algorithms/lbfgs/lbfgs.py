@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.algorithms.options import COUNT, RATE, one_of, options_of
 from shardopt.algorithms.registry import GLOBAL_STATE, Options
 from shardopt.errors import AlgorithmError, Problem
+from shardopt.runtime.signatures import signature
 from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors

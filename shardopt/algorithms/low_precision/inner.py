@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.initial_state import initial_state
 from shardopt.algorithms.low_precision.options import STEP
 from shardopt.algorithms.registry import AlgorithmSpec, Options
+from shardopt.runtime.signatures import signature
 from shardopt.runtime.torch_private import has_fused_kernel, step_without_hooks
 from shardopt.state.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS
 
@@ -38,7 +38,7 @@ class InnerSteps:
 
     def __init__(self, spec: AlgorithmSpec, defaults: Options) -> None:
         self.spec = spec
-        arguments = list(inspect.signature(spec.optimizer).parameters)[1:]
+        arguments = list(signature(spec.optimizer).parameters)[1:]
         options = {name: value for name, value in defaults.items() if name in arguments}
         make: Any = spec.optimizer
         self._optimizer: Optimizer = make([torch.zeros(1, 1, device="cpu")], **options)

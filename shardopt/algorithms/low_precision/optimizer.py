@@ -45,6 +45,7 @@ from shardopt.algorithms.registry import (
 from shardopt.algorithms.shared_rows import RowSharingOptimizer, cuts_of_rows
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import Ranks
+from shardopt.runtime.signatures import signature
 from shardopt.sharding.masters import note_masters
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
@@ -232,15 +233,15 @@ def low_precision(spec: AlgorithmSpec) -> AlgorithmSpec:
         AlgorithmError: the algorithm is not elementwise.
     """
     refuse_algorithm(spec)
-    arguments = inspect.signature(spec.optimizer)
+    arguments = signature(spec.optimizer)
     own = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
         for name, default in STORAGE_OPTIONS.items()
     ]
     given = list(arguments.parameters.values())
     keywords = [each for each in given if each.kind is inspect.Parameter.VAR_KEYWORD]
-    signature = arguments.replace(parameters=[*(each for each in given if each not in keywords), *own, *keywords])
-    members = {"algorithm": spec, "__signature__": signature, "__module__": __name__, "__doc__": spec.optimizer.__doc__}
+    taken = arguments.replace(parameters=[*(each for each in given if each not in keywords), *own, *keywords])
+    members = {"algorithm": spec, "__signature__": taken, "__module__": __name__, "__doc__": spec.optimizer.__doc__}
     made: Any = _Variant(spec.optimizer.__name__, (LowPrecisionOptimizer,), members)
     step = () if any(entry.name == STEP for entry in spec.state) else (_counter(),)
     scales = tuple(

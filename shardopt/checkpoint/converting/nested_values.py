@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from shardopt.errors import MismatchError, Problem
+from shardopt.runtime.signatures import signature
 from shardopt.state.param_groups import PARAMS, OptionsByMember, groups_of
 from shardopt.state.paths import PARAM_GROUPS, Path, join, lists_with_gaps, nest
 from shardopt.state.values import canonical, encode_value
@@ -39,7 +39,7 @@ def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:
     algorithm = getattr(torch.optim, str(options.get("algorithm", "")), None)
     if not (isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)):
         return {}
-    return {name: value for name, value in _UNSAID.items() if name in inspect.signature(algorithm).parameters}
+    return {name: value for name, value in _UNSAID.items() if name in signature(algorithm).parameters}
 
 
 def groups_of_equal(options: OptionsByMember, keys: Iterable[str]) -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +35,7 @@ from shardopt.checkpoint.loading.torchs.made_state import (
 )
 from shardopt.checkpoint.loading.torchs.within import torchs_within
 from shardopt.ranks import Call, Ranks, as_call
+from shardopt.runtime.signatures import signature
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import PARAMS, other_class

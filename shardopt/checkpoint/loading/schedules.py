@@ -8,7 +8,6 @@ may have changed them by hand; then the rates that it has set last ("_last_lr") 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.loading.names import Names
 from shardopt.errors import Problem
+from shardopt.runtime.signatures import signature
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import FlatState, RestoreTarget
@@ -291,13 +291,13 @@ def _differences(stored: Mapping[str, Any], schedule: LRScheduler) -> Iterator[s
 def _arguments_of_torchs() -> frozenset[str]:
     """Returns the names of arguments that any of torch's schedules takes."""
     kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type) and issubclass(kind, LRScheduler)]
-    names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    names = {name for kind in kinds for name in signature(kind.__init__).parameters}
     return frozenset(names - _NO_ARGUMENTS)
 
 
 def _arguments(schedule: LRScheduler) -> dict[str, Any]:
     """Returns the plain arguments that a schedule keeps, and what its constructor made of others."""
-    named = [name for name in inspect.signature(type(schedule).__init__).parameters if name not in _NO_ARGUMENTS]
+    named = [name for name in signature(type(schedule).__init__).parameters if name not in _NO_ARGUMENTS]
     own = vars(schedule)
     return {name: own[name] for name in (*named, *_MADE_OF_ARGUMENTS) if name in own and _is_plain(own[name])}
 

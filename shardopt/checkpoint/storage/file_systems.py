@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
 from shardopt.runtime.late import late
+from shardopt.runtime.signatures import signature
 
 if TYPE_CHECKING:
     from shardopt.checkpoint.storage.object_stores import open as object_stores
@@ -60,7 +60,7 @@ def without_caches(url: str, options: Mapping[str, Any]) -> tuple[str, dict[str,
         protocol = links[0].partition("://")[0]
         if not _is_a(protocol, CachingFileSystem):
             break
-        url, own = links[1], inspect.signature(CachingFileSystem.__init__).parameters
+        url, own = links[1], signature(CachingFileSystem.__init__).parameters
         inner = options.get("target_options") or {}
         options = {**inner, **{name: value for name, value in options.items() if name not in {*own, protocol}}}
     of_link = options.get(url.partition("://")[0])

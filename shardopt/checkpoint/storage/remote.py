@@ -8,7 +8,6 @@ deadline and is repeated (`retry.py`). Large files go through the file system's 
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, contiguous
 from shardopt.checkpoint.storage.open import flat_place
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError
+from shardopt.runtime.signatures import signature
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
 _IN_PLACE_BYTES = 1 << 20  # smaller buffers are joined: each call costs as much as some hundred KiB of a copy
@@ -275,7 +275,7 @@ def _condition_of(fs: Any) -> dict[str, Any]:
         if kind in (AsyncFileSystem, AbstractFileSystem):
             break
         for method in ("_pipe_file", "pipe_file"):
-            arguments = inspect.signature(vars(kind)[method]).parameters if method in vars(kind) else {}
+            arguments = signature(vars(kind)[method]).parameters if method in vars(kind) else {}
             if "mode" in arguments:  # s3fs, gcsfs, memory
                 return {"mode": "create"}
             if "overwrite" in arguments:  # adlfs

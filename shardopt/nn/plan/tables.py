@@ -22,6 +22,7 @@ from shardopt.nn.plan.costs import (
 )
 from shardopt.nn.plan.solution import DTYPE_BYTES, Solution, by_table, checked_job, refuse, solve, travel_bytes
 from shardopt.nn.table import Cut, Grid, Table, cut_problems
+from shardopt.runtime.signatures import signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _state(spec: AlgorithmSpec, dtype: torch.dtype) -> tuple[int, int]:
     Raises:
         AlgorithmError: there is state of another form.
     """
-    parameters = inspect.signature(spec.optimizer).parameters.values()
+    parameters = signature(spec.optimizer).parameters.values()
     options = {each.name: each.default for each in parameters if each.default is not inspect.Parameter.empty}
     element = row = 0
     for entry in spec.entries(options):

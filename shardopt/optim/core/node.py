@@ -11,7 +11,6 @@ of nodes: of the node itself and then of its parts. Nodes that are made of other
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.runtime.partial_loads import refuse_backward_of_partly_loaded
+from shardopt.runtime.signatures import signature
 from shardopt.runtime.torch_gradients import scaler_that_steps
 from shardopt.runtime.torch_private import (
     after_state_dict,
@@ -238,7 +238,7 @@ class Node(Optimizer):
 
     def _init_named(self, sparse: Collection[str], names: Collection[str] | None) -> None:
         """Calls `init_state` of another optimizer, even if its class has no argument `names`."""
-        if names is None or "names" in inspect.signature(self.init_state).parameters:
+        if names is None or "names" in signature(self.init_state).parameters:
             self.init_state(sparse, **({} if names is None else {"names": names}))
         elif names:
             there = self._gather()[STATE].keys()

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.registry import algorithms
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.runtime.signatures import signature
 from shardopt.state.param_groups import ELSEWHERE, IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS, UNTOUCHED
 from shardopt.state.state import like
 
@@ -49,7 +50,7 @@ def refuse_bad_options(
         AlgorithmError: names each option that is not one, and those that there are; and each that is no number where
             the default is one.
     """
-    arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
+    arguments = list(signature(optimizer).parameters.values())[1:]  # the first is the parameters
     takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
     known = [argument.name for argument in arguments]
     problems = []
@@ -66,7 +67,7 @@ def refuse_bad_options(
     problems = [
         Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
         for name, value in options.items()
-        if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
+        if wanted.get(name) and not _is_alike(value, signature(optimizer).parameters[name].default)
     ]
     if problems:
         raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems, code="bad-options")
@@ -74,7 +75,7 @@ def refuse_bad_options(
 
 def known_options(optimizer: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options that the constructor of the optimizer's class accepts, without users' own keys."""
-    arguments = inspect.signature(optimizer).parameters
+    arguments = signature(optimizer).parameters
     if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments.values()):
         return dict(options)
     return {name: value for name, value in options.items() if name in arguments}
@@ -92,7 +93,7 @@ def _meant(name: str, known: Sequence[str]) -> str:
 @lru_cache(maxsize=1)
 def _not_own() -> frozenset[str]:
     """Returns the names that a group's own key cannot have: options of any algorithm, and keys of saved groups."""
-    arguments = (each for spec in algorithms() for each in inspect.signature(spec.optimizer).parameters)
+    arguments = (each for spec in algorithms() for each in signature(spec.optimizer).parameters)
     return frozenset(
         {*arguments, *STORAGE_OPTIONS, "initial_lr", PARAMS, "algorithm", "given", "train_mode", UNTOUCHED, ELSEWHERE}
     )
@@ -151,7 +152,7 @@ def replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
 
 def class_defaults(optimizer: type[Optimizer]) -> Mapping[str, Any]:
     """Returns the defaults of a class's arguments, as saved; `inspect.Parameter.empty` of those without one."""
-    return {name: as_number(argument.default) for name, argument in inspect.signature(optimizer).parameters.items()}
+    return {name: as_number(argument.default) for name, argument in signature(optimizer).parameters.items()}
 
 
 def given_options(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

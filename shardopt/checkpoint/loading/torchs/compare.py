@@ -6,7 +6,6 @@ the app has, keep their positions: these are taken where names that are stored a
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections import Counter
@@ -24,6 +23,7 @@ from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.positional_params import listed
 from shardopt.checkpoint.loading.schedules import number_of
 from shardopt.errors import Problem, StateError
+from shardopt.runtime.signatures import signature
 from shardopt.sharding.view import view_of
 from shardopt.state.param_groups import (
     ALGORITHM,
@@ -188,11 +188,11 @@ def _other_options(
 
 def _given_by_code(optimizer: Optimizer) -> set[str]:
     """Returns the options that the code gives, and not those in which an optimizer keeps how far it has come."""
-    if "lr" not in inspect.signature(type(optimizer)).parameters:  # as from a config, from which others come too
+    if "lr" not in signature(type(optimizer)).parameters:  # as from a config, from which others come too
         return set(optimizer.defaults)
     # Not any with **kwargs: progress is among the defaults (Prodigy). What these pass on, a base takes by name.
     constructors = [vars(each)["__init__"] for each in type(optimizer).__mro__[:-1] if "__init__" in vars(each)]
-    arguments = {name for each in constructors for name in inspect.signature(each).parameters}
+    arguments = {name for each in constructors for name in signature(each).parameters}
     return {name for name in optimizer.defaults if name in arguments | _COMMON_OPTIONS}
 
 
