@@ -21,8 +21,9 @@ import logging
 import math
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -125,6 +126,7 @@ class Exporter(Task):
         self._own: dict[str, None] = {}  # the ids of this process's saves: what others have saved may not fit `export`
         self._again: set[CheckpointId] = set()  # to be tried again; two threads take what is in it
         self._lacking, self._has_metric = 0, False  # saves with other metrics alone; whether any had that one
+        self._with_others = (0, "")  # the last of these, and its metrics
         super().__init__(Turns(self._do, self._describe, "shardopt-export"))
 
     def begin(self, id: CheckpointId, noted: Noted, is_own: bool) -> None:
@@ -134,18 +136,31 @@ class Exporter(Task):
             is_own: whether this process has saved it.
         """
         if self._best is not None and noted.metrics and self._best.metric not in noted.metrics:
-            self._lacking += 1
-            if self._lacking == MOST_LACKING and not self._has_metric:
-                _log.warning(
-                    "nothing is exported: Export(best=) goes by the metric %r, which none of %d saves had; step %d has "
-                    "%s. Name one of these, or give it to the steps that have it [invalid-argument]",
-                    *(self._best.metric, self._lacking, id.step, ", ".join(sorted(noted.metrics))),
-                )
+            self._lacking, self._with_others = self._lacking + 1, (id.step, ", ".join(sorted(noted.metrics)))
+            if self._lacking == MOST_LACKING:
+                self._tell_of_lacking(self._best.metric)
         if is_own and noted.save_id is not None:
             self._own[noted.save_id] = None
             for oldest in list(self._own)[:-_MOST_OWN]:
                 del self._own[oldest]
         self._begin({id: noted})
+
+    def _tell_of_lacking(self, metric: str) -> None:
+        if not self._has_metric:
+            _log.warning(
+                "nothing is exported: Export(best=) goes by the metric %r, which none of %d saves had; step %d has "
+                "%s. Name one of these, or give it to the steps that have it [invalid-argument]",
+                *(metric, self._lacking, *self._with_others),
+            )
+
+    def close(self) -> None:
+        """Waits as `finish` does, and raises as `Task.close`. Tells of a job at whose end there is no export."""
+        self.finish()
+        if self._best is not None and 0 < self._lacking < MOST_LACKING and sys.exception() is None:
+            with suppress(OSError, CheckpointError):
+                if self._record() is None:
+                    self._tell_of_lacking(self._best.metric)
+        super().close()
 
     def note(self, id: CheckpointId, noted: Noted) -> None:
         """Exports a checkpoint that has got metrics, if they decide and it is due. Does not wait."""

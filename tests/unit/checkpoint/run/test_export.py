@@ -62,6 +62,19 @@ def test_a_best_by_a_name_that_no_metric_has_is_told_once(tmp_path, caplog):
     assert "step 10 has loss" in said and not (tmp_path / "hf" / "export.json").exists()
 
 
+def test_a_job_with_few_saves_that_ends_without_an_export_is_told_of_such_a_name(tmp_path, caplog):
+    run(tmp_path / "a", [3.0, 2.0], best=("los", "min"))
+    (said,) = caplog.messages
+    assert "'los', which none of 2 saves had; step 2 has loss" in said
+    caplog.clear()
+    with pytest.raises(ZeroDivisionError):  # it may have come later
+        run(tmp_path / "b", (1 / (2 - step) for step in range(3)), best=("los", "min"))
+    run(tmp_path / "c", [3.0], best=("loss", "min"))
+    (tmp_path / "c" / "run").rename(tmp_path / "c" / "before")
+    run(tmp_path / "c", [3.0], best=("los", "min"))  # an export of an earlier job is there
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_best_by_a_metric_that_few_saves_have_is_not_told_of(tmp_path, caplog, late):
     """An evaluation comes at every ninth save, some with `add_metrics`."""
