@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
@@ -49,7 +48,7 @@ class LayersInEval:
 
     def __init__(self) -> None:
         self.looks = 0  # at so many calls of `save` from now on
-        self._seen = WeakKeyDictionary[Module, Layers | None]()  # at the last look
+        self._seen = dict[str, Layers | None]()  # at the last look, by the key of their module
         self._stored = dict[str, Layers]()  # of the restored checkpoint, until they are compared
 
     def restored(self, report: LoadReport | None) -> None:
@@ -76,11 +75,11 @@ class LayersInEval:
             if not isinstance(root, Module):
                 continue
             key, layers = join(path), layers_in_eval(root)
-            if layers is not None and self._seen.get(root) == layers:
+            if layers is not None and self._seen.get(key) == layers:
                 found[key] = layers
                 if key in self._stored:
                     _tell(key, root, layers, self._stored.pop(key))
-            self._seen[root] = layers
+            self._seen[key] = layers
         return found
 
 
