@@ -73,7 +73,7 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
         more = own.keys() - state.keys()
         if more and own.keys() >= state.keys() and not isinstance(inner, CheckedStateful):
             return own, wrapper
-        by_itself, here = vars(wrapper).get(STATE), getattr(inner, STATE, None)  # it may be an older dict of the inner's
+        by_itself, here = vars(wrapper).get(STATE), getattr(inner, STATE, None)  # maybe an older dict of the inner's
         more = more or _names_in(own) - _names_in(state)
         if more := more or _names_in({STATE: by_itself}) - _names_in({STATE: here}):
             _refuse_kept(wrapper, sorted(map(str, more)), path)
