@@ -6,7 +6,7 @@ tiers → root → mirror, export, retention        (docs/architecture.md has th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import TIERS_NAME
 from shardopt.checkpoint.run.tiers.tiers import Tiers, warn_of_former
 from shardopt.checkpoint.saving.removal import committed_id
-from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError
 from shardopt.world import world
 
@@ -215,52 +215,70 @@ class AfterCommit:
             decide=lambda given: decide(first_given(given)),
         )[1]
 
-    def _add(self, id: CheckpointId, numbers: Mapping[str, float], replaces: bool = True) -> None:
-        """Adds metrics to a committed checkpoint, on rank 0.
-
-        Args:
-            replaces: also those of names that it has. Else what the first of its roots has counts for the others too.
-        """
-        run, checkpoint = self._run, self._run.root.checkpoint(id)
-        with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
-            known = self._known.get(id)
-            is_coming = self._mirror is not None and id.name in self._mirror.uploading()
-            is_coming = is_coming or (known is not None and is_on_hosts(known.url))
-            save_id = None if known is None else known.save_id
-            is_there, had, new = False, {} if known is None or replaces else dict(known.added), dict(numbers)
-            for at in (root.checkpoint(id) for root in run.roots if is_coming or root.is_committed(id)):
-                # The run's own root is written before its mirror is read, which may not be possible.
-                save_id = committed_id(at) if save_id is None else save_id
-                if save_id is None:
-                    continue
-                added = new
-                if not replaces:
-                    noted = noted_of(at)
-                    there = {**noted.metrics, **added_to(at, save_id)}
-                    if not is_there:  # the first
-                        had |= there
-                        added = new = {name: number for name, number in numbers.items() if name not in had}
-                    elif noted.save_id is not None:  # else the root's come with the copy
-                        wanted = {name: had.get(name, number) for name, number in numbers.items()}
-                        added = {name: wanted[name] for name in _others(wanted, there)}
-                if added:
-                    add_to(at, save_id, added)
-                if not is_there and known is not None:
-                    known.added.update(new)
+    def _add(self, id: CheckpointId, numbers: Mapping[str, float]) -> None:
+        """Adds metrics to a committed checkpoint, in place of those that it has by these names. On rank 0."""
+        with self._committing, wrap_os_errors(f"write the metrics of {self._run.root.checkpoint(id).url}"):
+            is_there = False  # one that is known may be removed since
+            for at, save_id in self._places(id):
+                if numbers:
+                    add_to(at, save_id, numbers)
+                if id in self._known:
+                    self._known[id].added.update(numbers)
                 is_there = True
-            if not is_there:  # one that is known may be removed since
-                raise run.not_found(id)
-            left_out = [] if replaces else _others(numbers, {**numbers, **had})
-            if left_out:
+            if not is_there:
+                raise self._run.not_found(id)
+            self._tell_of_metrics(id, numbers)
+
+    def _add_missing(self, id: CheckpointId, numbers: Mapping[str, float]) -> None:
+        """Adds metrics to a known checkpoint by names that it does not have, on rank 0.
+
+        What the first of its roots has counts for the others too.
+        """
+        with self._committing, wrap_os_errors(f"write the metrics of {self._run.root.checkpoint(id).url}"):
+            known, places = self._known[id].added, self._places(id)
+            first = next(places, None)
+            if first is None:
+                raise self._run.not_found(id)
+            had = {**known, **noted_of(first[0]).metrics, **added_to(*first)}
+            new = {name: number for name, number in numbers.items() if name not in had}
+            if new:
+                add_to(*first, new)
+                known.update(new)
+            wanted = {name: had.get(name, number) for name, number in numbers.items()}
+            for at, save_id in places:
+                noted = noted_of(at)
+                # While the copy is being made, what the root had comes with it.
+                there = had if noted.save_id is None else {**noted.metrics, **added_to(at, save_id)}
+                if lacking := {name: wanted[name] for name in _others(wanted, there)}:
+                    add_to(at, save_id, lacking)
+            if left_out := _others(numbers, wanted):
                 _log.warning(
                     "step %d keeps the metrics that it has: %s. add_metrics(%d, ...) replaces them",
                     *(id.step, ", ".join(f"{name}={had[name]:g}" for name in left_out), id.step),
                 )
-            if new and run.root.is_committed(id):
-                noted = noted_of(checkpoint)
-                self._keeper.note(id, noted)
-                if self._exporter is not None:
-                    self._exporter.note(id, noted)
+            self._tell_of_metrics(id, new)
+
+    def _places(self, id: CheckpointId) -> Iterator[tuple[Storage, str]]:
+        """Yields the directories where a checkpoint is or is to come, and the id of its save.
+
+        The mirror is looked at once the run's own root is written: it may be out of reach.
+        """
+        known = self._known.get(id)
+        is_coming = self._mirror is not None and id.name in self._mirror.uploading()
+        is_coming = is_coming or (known is not None and is_on_hosts(known.url))
+        save_id = None if known is None else known.save_id
+        for at in (root.checkpoint(id) for root in self._run.roots if is_coming or root.is_committed(id)):
+            save_id = committed_id(at) if save_id is None else save_id
+            if save_id is not None:
+                yield at, save_id
+
+    def _tell_of_metrics(self, id: CheckpointId, numbers: Mapping[str, float]) -> None:
+        """Tells retention and exports of metrics that were added."""
+        if numbers and self._run.root.is_committed(id):
+            noted = noted_of(self._run.root.checkpoint(id))
+            self._keeper.note(id, noted)
+            if self._exporter is not None:
+                self._exporter.note(id, noted)
 
     def delete(self, id: CheckpointId) -> None:
         """Removes a checkpoint under all roots and on tiers; no copy is running then. Collective.
@@ -307,7 +325,7 @@ class AfterCommit:
             is_there = is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME)
             if is_there and numbers:
                 try:
-                    self._add(id, numbers, replaces=False)
+                    self._add_missing(id, numbers)
                 except CheckpointError as error:
                     if not stops:
                         raise
