@@ -221,7 +221,7 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
     tensors = [each for _, value in found for each in _tensors_of(value)]
     held: set[Any] = set(map(id, tensors))
     others = {
-        key: [pair for child in children_of(each) for pair in _trained(child) if id(pair[1]) not in held]
+        key: [pair for child in children_of(each) for pair in _trained(child, held)]
         for key, each in optimizers.items()
         if key not in but
     }
@@ -229,14 +229,15 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
         held.update(place for each in tensors for place in places_of(each))
     told = set()
     for key, pairs in others.items():
-        unheld = [name for name, each in pairs if not held.issuperset(places_of(each))]
+        unheld = [pair for pair in pairs if not held.issuperset(places_of(pair[1]))]
         if unheld:
             told.add(key)
+            name, first = unheld[0]
             _log.warning(
                 "%s steps %d parameters that nothing in the app holds, such as %s: a resume would give their "
                 "moments to new values. Add their module, or the tensor, to the app; or, if the model has replaced "
                 "them, take them out of the groups [stale-parameters]",
-                *(key, len(unheld), unheld[0]),
+                *(key, len(unheld), name or f"one of shape {tuple(first.shape)}"),
             )
     return told
 
@@ -330,10 +331,12 @@ def _tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _trained(optimizer: Any) -> list[tuple[str, Tensor]]:
-    """Returns the trained parameters of an optimizer, with what an error may call them."""
+def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:
+    """Returns the trained parameters of an optimizer with their names, "" where it has none; not those of some ids."""
     named = names_of(optimizer)
-    pairs = [
-        (f"one of shape {tuple(each.shape)}", each) for group in optimizer.param_groups for each in group["params"]
-    ]
-    return [(name, each) for name, each in (pairs if named is None else named.items()) if each.requires_grad]
+    pairs = (
+        [("", each) for group in optimizer.param_groups for each in group["params"]]
+        if named is None
+        else [*named.items()]
+    )
+    return [(name, each) for name, each in pairs if id(each) not in but and each.requires_grad]
