@@ -19,13 +19,13 @@ from shardopt.checkpoint.format.assign import Member
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.format.values import encode_each
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.saving.commit import make_manifest
 from shardopt.checkpoint.saving.planning.describe import Geometry
 from shardopt.checkpoint.saving.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.sources.open import open as open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.stream.root import StreamRoot
 from shardopt.errors import CheckpointError, Problem
 from shardopt.ranks import Ranks, call_on
 from shardopt.world import world
@@ -80,7 +80,7 @@ def estimate_stored(
 
 def _newest(url: str) -> str:
     """Returns the URL of the newest checkpoint of a run, or the URL itself if it is no root."""
-    root = Root(storage_of(url))
+    root = StreamRoot(storage_of(url))
     with wrap_os_errors(f"look into {url}"):
         newest = root.newest()
     return url if newest is None else root.checkpoint(newest.id).url

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -51,11 +51,11 @@ STREAM_NAME = "stream.json"
 
 ID_BYTES = 16
 """Of the identity of a run, or of what is published under a root."""
+ID = re.compile(r"[0-9a-f]{32}")
+"""Such an identity, as records have it."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 _FORMAT = "shardopt-run"
-_STREAM_FORMAT = "shardopt-stream"
-_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class RunIdentity(NamedTuple):
@@ -87,30 +87,11 @@ class Listing(NamedTuple):
     records: Mapping[str, Branch] = MappingProxyType({})
 
 
-class Published(NamedTuple):
-    """A published step.
-
-    Args:
-        id: its own.
-        stream: the identity of the stream that it is of, 32 hexadecimal digits: another one where somebody has emptied
-            the root, and it was begun again. None where it is not known.
-    """
-
-    id: CheckpointId
-    stream: str | None
-
-    def is_after(self, other: Published) -> bool:
-        """Whether those who have another step are to take it: it was published later, or in another stream."""
-        if self.stream != other.stream:
-            return True
-        return (self.id.branch, self.id.step) > (other.id.branch, other.id.step)
-
-
 def decode_run(data: bytes, where: str) -> RunIdentity:
     """Decodes a record from untrusted bytes. Raises CorruptionError."""
     wire = unpack_record(data, where)
     number, root = wire.get("id"), wire.get("root")
-    is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
+    is_whole = isinstance(number, str) and ID.fullmatch(number) and isinstance(root, str)
     if wire.get("format") != _FORMAT or not is_whole:
         raise damaged(where, "no record of a run")
     return RunIdentity(str(number), str(root))
@@ -179,17 +160,15 @@ _in_use: WeakValueDictionary[str, Root] = WeakValueDictionary()
 
 
 class Root:
-    """Reads and writes the files directly under the root of a run. Local to the calling rank.
+    """Reads and writes the files directly under the root of a run. Local to the calling rank."""
 
-    Args:
-        publishes: whether it is that of a publisher.
-    """
+    publishes = False
+    """Whether it is that of a publisher."""
 
-    def __init__(self, storage: Storage, publishes: bool = False) -> None:
-        self.storage, self.url, self.publishes = storage, storage.url, publishes
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.url = storage, storage.url
         self.is_on_hosts = self.url.startswith(PREFIX)
         """Whether it is in the memory of hosts, where no run is kept, and the host that had the records may be lost."""
-        self._stream_id: str | None = None  # of a publisher, to write the record again
         self._has_stream = False  # at any listing: one that was emptied since may have lost the record first
         self.seen = Listing()
         """The last listing: of those that ended, the one that began last."""
@@ -238,8 +217,6 @@ class Root:
             records = read_records(self.storage, names, self.seen.records)
             with self._lock:  # other threads list too, and one that hangs may end long after others
                 self.seen = max(self.seen, Listing(number, frozenset(names), tuple(ids), records))
-            if self._stream_id is not None and STREAM_NAME not in names:  # a lifecycle rule has removed it
-                self._write_stream(self._stream_id)
         return ids
 
     def branches(self) -> Branches:
@@ -258,7 +235,7 @@ class Root:
         return branches_of(seen.records.values(), seen.ids, self.url)
 
     def claim(self, reads_first: bool = False) -> None:
-        """Makes this the root of a run, or of a publisher, after a listing.
+        """Makes this the root of a run, after a listing.
 
         Args:
             reads_first: whether nothing is written yet: tells where nothing could be.
@@ -272,39 +249,20 @@ class Root:
             raise is_a_checkpoint(self.url, "" if is_checkpoint else " of torch.distributed.checkpoint")
         if reads_first and isinstance(self.storage, LocalStorage) and (path := unwritable(self.url)):
             announce(f"{path} cannot be written to: a save to {self.url} would fail [storage-failed]")
-        kinds = "the root of a run", "the root of a publisher"
-        has_record, beside = STREAM_NAME in names, _in_use.get(self.url)
-        has_steps = bool(self.seen.ids) and not self.is_on_hosts
-        is_other = has_record if not self.publishes else has_steps and not has_record
-        if is_other or (beside is not None and beside.publishes != self.publishes):
+        beside = _in_use.get(self.url)
+        if self._is_other_kind() or (beside is not None and beside.publishes != self.publishes):
+            kinds = "the root of a run", "the root of a publisher"
             found, required = kinds[not self.publishes], kinds[self.publishes]
-            remedy = "give each of them a directory of its own"
-            if self.publishes and not has_record:
-                remedy += f"; if this is a publisher's, whose {STREAM_NAME} something else has removed, remove the rest"
-            problem = Problem(self.url, found, required, remedy)
+            problem = Problem(self.url, found, required, self._remedy())
             raise CheckpointError("a run and a publisher cannot share a root", [problem], code="run-root")
         _in_use[self.url] = self
-        if self.publishes and not has_record:
-            with wrap_os_errors(f"write {self.url}/{STREAM_NAME}"):
-                self.storage.make()
-                self._write_stream(world().random_name(ID_BYTES))
-        if self.publishes and not self.is_on_hosts:
-            with contextlib.suppress(CorruptionError):
-                self._stream_id = self._stream()
 
-    def _write_stream(self, id: str) -> None:
-        self.storage.publish(STREAM_NAME, pack_record(_STREAM_FORMAT, id=id))
+    def _is_other_kind(self) -> bool:
+        """Whether what was listed is a publisher's; in a publisher's root, a run's."""
+        return STREAM_NAME in self.seen.names
 
-    def _stream(self) -> str | None:
-        """Returns the identity of the stream; None without a record. Raises CheckpointError and CorruptionError."""
-        data = record_in(self.storage, STREAM_NAME)
-        if data is None:
-            return None
-        wire = unpack_record(data, f"{self.url}/{STREAM_NAME}")
-        number = wire.get("id")
-        if wire.get("format") != _STREAM_FORMAT or not (isinstance(number, str) and _ID.fullmatch(number)):
-            raise damaged(f"{self.url}/{STREAM_NAME}", "no record of a stream")
-        return number
+    def _remedy(self) -> str:
+        return "give each of them a directory of its own"
 
     def checkpoint(self, id: CheckpointId) -> Storage:
         """Returns the storage of a checkpoint's directory."""
@@ -356,35 +314,6 @@ class Root:
         with contextlib.suppress(OSError, CheckpointError):
             return read_manifest(self.checkpoint(id))[0].saved_at
         return None
-
-    def newest(
-        self, but: Set[Published] = frozenset(), step: int | None = None, stream: str | None = None
-    ) -> Published | None:
-        """Returns the newest step that is published here; None if there is none.
-
-        Args:
-            but: steps that do not count.
-            step: the only one that counts; None for any.
-            stream: its identity where the record is lost.
-        """
-        ids, listed = self.ids(), list[CheckpointId]()
-        found: Published | None = None
-        while ids != listed:
-            branches = self.branches()
-            # Before it is asked which are committed: those of a stream that has ended are not any more.
-            stream = self._stream() or stream
-            own = [Published(id, stream) for id in reversed(ids) if branches.has(id) and step in (None, id.step)]
-            own = [each for each in own if each not in but]
-            found = next((each for each in own if self.is_committed(each.id)), None)
-            newer = own if found is None else own[: own.index(found)]
-            # One of these may have been committed since it was looked at, and those before it removed before they were.
-            # Upwards: what was removed was so for a newer one.
-            for each in reversed(newer):
-                found = each if self.is_committed(each.id) else found
-            if not newer or found in newer:
-                break
-            listed, ids = ids, self.ids()
-        return found
 
     def forget(self, ids: Iterable[CheckpointId]) -> None:
         """Forgets that checkpoints were committed, before they are removed or saved again."""

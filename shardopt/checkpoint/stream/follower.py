@@ -26,13 +26,13 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.branches import CheckpointId
 from shardopt.checkpoint.run.options import check_run_options
-from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.saving.options import SaveOptions
 from shardopt.checkpoint.sources.detect_format import open_source
 from shardopt.checkpoint.sources.open import reading
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import hold, release, use_options
 from shardopt.checkpoint.stream.chains import ChainReader, KnownFiles
+from shardopt.checkpoint.stream.root import Published, StreamRoot
 from shardopt.checkpoint.stream.served import Weights, rearrange_problems, rename_problems, weights_of
 from shardopt.checkpoint.stream.staged import Held, Place, Staged, part_of
 from shardopt.checkpoint.text import seconds_text
@@ -134,7 +134,7 @@ class Follower:
         if self._served is None and isinstance(root, str | os.PathLike):
             use_options(root, storage_options)
         check_run_options(root, None, None, 1, None, False, SaveOptions())
-        self._root, self._app, self._closed = Root(hold(root, self)), app, False
+        self._root, self._app, self._closed = StreamRoot(hold(root, self)), app, False
         self._memory_bytes, self._silence_seconds = memory_bytes, silence_seconds
         self._options = LoadOptions(
             strictness=STRICT if strict is True else strictness_of(strict),

@@ -15,13 +15,13 @@ from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.context import Run
 from shardopt.checkpoint.run.options import check_run_options, check_step
 from shardopt.checkpoint.run.retention import Retention, retention_of
-from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Steps
 from shardopt.checkpoint.saving.options import SaveTerms
 from shardopt.checkpoint.saving.writing.pending import PendingSave
 from shardopt.checkpoint.storage import hold, release, use_options
 from shardopt.checkpoint.stream.arranged import Arranged
 from shardopt.checkpoint.stream.dtypes import Dtypes, Forms, dtype_problems
+from shardopt.checkpoint.stream.root import StreamRoot
 from shardopt.checkpoint.stream.served import (
     Weights,
     rearrange_problems,
@@ -102,7 +102,7 @@ class Publisher:
         check_run_options(root, None, None, 1, "now", False, terms)
         self._rename, self._dtypes = dict(rename or {}), Dtypes(dtype)
         self._arranged = Arranged(rearrange) if rearrange else None
-        self._run = Run(Root(hold(root, self), publishes=True), group, None, 1, rules)
+        self._run = Run(StreamRoot(hold(root, self)), group, None, 1, rules)
         self._after = AfterCommit(self._run, None, None, None)
         self._steps = Steps(self._run, self._after, "now", True, terms, anchor_every)
         self._last: tuple[int, PendingSave] | None = None

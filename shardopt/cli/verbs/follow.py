@@ -7,9 +7,9 @@ from typing import Any
 
 from shardopt.checkpoint.format.constants import DCP_METADATA_NAME, MANIFEST_NAME
 from shardopt.checkpoint.run.branches import CheckpointId
-from shardopt.checkpoint.run.root import Published, Root
 from shardopt.checkpoint.sources.own import read_manifest
 from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.stream.root import Published, StreamRoot
 from shardopt.checkpoint.text import nbytes_text, plural, seconds_text
 from shardopt.cli.output import Output, Span
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, OptionError, Problem, UnreadableError
@@ -28,7 +28,7 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
     if every <= 0 or (count is not None and count < 1):
         found, required = f"{every:g} and {count}", "more than 0 seconds, and at least 1 step"
         raise OptionError("invalid arguments", [Problem("--every, --count", found, required, "give other numbers")])
-    root, printed, seen, failed = Root(storage_of(url)), 0, None, Counter[Published]()
+    root, printed, seen, failed = StreamRoot(storage_of(url)), 0, None, Counter[Published]()
     told = False
     while count is None or printed < count:
         newest = root.newest()
@@ -63,7 +63,7 @@ def follow(output: Output, *, url: str, count: int | None, every: float) -> int:
     return 0
 
 
-def _refuse_checkpoint(root: Root) -> None:
+def _refuse_checkpoint(root: StreamRoot) -> None:
     """Raises OptionError if this is a checkpoint itself, to which no step is ever added."""
     if any(name in root.seen.names for name in (MANIFEST_NAME, DCP_METADATA_NAME)):
         parent = root.storage.parent()
@@ -72,7 +72,7 @@ def _refuse_checkpoint(root: Root) -> None:
         raise OptionError("nothing can be followed", [problem])
 
 
-def _since(root: Root, seen: Published | None, newest: Published) -> list[Published]:
+def _since(root: StreamRoot, seen: Published | None, newest: Published) -> list[Published]:
     """Returns the steps after the one that was seen; the newest alone if there is none, or the run was taken back."""
     if seen is None or seen.stream != newest.stream or not newest.is_after(seen):
         return [newest]
@@ -82,7 +82,7 @@ def _since(root: Root, seen: Published | None, newest: Published) -> list[Publis
     return [*between, newest]
 
 
-def _figures(root: Root, newest: CheckpointId) -> dict[str, Any]:
+def _figures(root: StreamRoot, newest: CheckpointId) -> dict[str, Any]:
     manifest, _ = read_manifest(root.checkpoint(newest))
     layouts = {id(each.layout): each.layout for each in manifest.tensors.values()}.values()
     return {

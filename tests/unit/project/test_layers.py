@@ -75,7 +75,8 @@ FLOORS = {
     "checkpoint/converting": 29,
     "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
     "checkpoint/run": 30,
-    "checkpoint/estimating": 31,
+    "checkpoint/stream/root": 31,
+    "checkpoint/estimating": 32,
     "checkpoint/run/tiers": 31,
     "checkpoint/run/after_commit": 32,
     "checkpoint/run/steps": 33,

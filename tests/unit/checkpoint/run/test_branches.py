@@ -35,6 +35,7 @@ from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.root import Root, run_at
 from shardopt.checkpoint.run.shares import tiers_at
 from shardopt.checkpoint.storage import LocalStorage
+from shardopt.checkpoint.stream.root import StreamRoot
 from shardopt.cli import main
 from shardopt.errors import (
     CheckpointError,
@@ -218,7 +219,7 @@ def test_a_copy_of_steps_without_the_records_of_their_branches_is_refused(tmp_pa
         manager.abandoned_steps,
         lambda: manager.path(400),
         lambda: list_run(copy),
-        Root(LocalStorage(str(copy))).newest,
+        StreamRoot(LocalStorage(str(copy))).newest,
     ]
     said = r"no record of branch 1 of 1.* copy branch-00001\.json from .*-b1 .*; or move step-00000400-b1 away, "
     for read in reads:
