@@ -1,7 +1,7 @@
 """Starts ranks, waits for them under a deadline, and reports what went wrong first.
 
-Ranks are forked from a server that has torch loaded (one per test process, started by the first test that needs it):
-a rank costs milliseconds instead of the seconds of `import torch`. They meet in a file, so no port can be taken.
+Ranks are forked from a server that has torch loaded (`tests/fork_server.py`). They meet in a file, so no port can be
+taken.
 """
 
 from __future__ import annotations
@@ -13,53 +13,24 @@ import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import connection, forkserver
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from hypothesis import settings
 
+from tests import fork_server
 from tests.harness.faults import Fault
 from tests.harness.outcome import Outcome
 from tests.harness.rank import LEAVE, Job, rank_main
 
 T = TypeVar("T")
 
-_ROOT = Path(__file__).resolve().parents[2]
-PRELOADED = [
-    "tests.harness.rank",
-    "shardopt.checkpoint.public",  # what ranks of most tests import
-    "shardopt.checkpoint.storage.file_systems",  # with fsspec: a fifth of a second in each rank that imports it
-    "shardopt.checkpoint.sources.foreign",
-    "shardopt.public",
-    "shardopt.sharding.public",
-    "shardopt.nn.public",
-    "shardopt.checkpoint.storage.object_stores.open",  # with obstore, for ranks that reach a store
-    "encodings.idna",  # the first connection of a rank imports it
-    "safetensors.torch",
-    # torch's own table of optimizers: two seconds. It opens a GPU, and what has one open cannot be forked.
-    *([] if torch.cuda.device_count() else ["tests.support.cases"]),
-    "tests.docs.run_page",  # with YAML's package: a sixth of what the block of a page takes
-    "tests.support.fake_rank",
-    "tests.support.layouts",
-    "tests.support.placement",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",  # 80 ms in each rank that imports it
-    "torch.distributed.tensor._shards_wrapper",
-    "torch._dynamo",  # the first step of any optimizer imports it
-    "hypothesis.stateful",
-    "pytest",
-    "tests.harness.preloaded",  # last
-]
-_SERVER_START = threading.Lock()
 _SETTLE_SECONDS = 0.3  # how long a rank that has failed stays, so that others that fail by themselves can say so
 _GIVE_UP_SECONDS = 2.0  # how long the others may still run after that, where one failure decides the test
 _STACK_SECONDS = 2.0  # how long a rank that hangs may take to write its stack
@@ -230,7 +201,7 @@ def _ranks(
     __tracebackhide__ = True
     if any(not 0 <= fault.rank < n for fault in faults):
         raise ValueError(f"a fault on a rank that is not one of {n}: {list(faults)}")
-    _start_server()
+    fork_server.start()
     folder, ranks = (stays and _STAYING.take(function.__module__, n)) or (
         tempfile.TemporaryDirectory(prefix="shardopt-ranks-"),
         [],
@@ -259,28 +230,6 @@ def _end(folder: tempfile.TemporaryDirectory[str], ranks: Sequence[_Rank]) -> No
     for each in ranks:
         each.end()
     folder.cleanup()
-
-
-def _start_server() -> None:
-    """Start the fork server, once, with nothing in it that a fork could break: no threads of OpenMP or BLAS."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    wanted = {
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)]),
-    }
-    with _SERVER_START:
-        before = {name: os.environ.get(name) for name in wanted}
-        os.environ.update(wanted)
-        try:
-            forkserver.ensure_running()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def _wait_for_outcomes(ranks: Sequence[_Rank], deadline_seconds: float, first_failure_decides: bool) -> None:

@@ -1,8 +1,8 @@
 """Frameworks are imported once, by the server that ranks are forked from: each takes seconds."""
 
-from tests.harness import ranks
+from tests import fork_server
 from tests.integrations.jobs import is_installed
 
-ranks.PRELOADED += [
+fork_server.PRELOADED += [
     name for name in ("accelerate", "lightning.pytorch", "transformers.trainer") if is_installed(name.split(".")[0])
 ]

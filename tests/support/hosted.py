@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from shardopt import checkpoint
+from tests import fork_server
 from tests.harness.faults import watched
 from tests.harness.rank import die_with_parent
-from tests.harness.ranks import _start_server
 from tests.support.streams import train
 
 _NEW_MOUNTS, _PRIVATE = 0x00020000, 0x44000
@@ -81,7 +81,7 @@ class Trainer:
     """
 
     def __init__(self, root, key_file, seed=0, on_host=False, **options):
-        _start_server()
+        fork_server.start()
         self.seed = seed
         self._connection, other = Pipe()
         arguments = (other, root, str(key_file), seed, on_host, options)

@@ -193,3 +193,9 @@ def test_what_an_opener_gets_and_what_it_may_not_do(monkeypatch, tmp_path):
 def test_what_is_no_protocol_is_refused(protocol):
     with pytest.raises(OptionError, match="protocol: found"):
         register_storage(protocol, LocalStorage)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://bucket/run", "abfss://container/run"])
+def test_the_package_of_an_object_store_is_not_imported_to_see_that_it_is_no_archive(monkeypatch, url):
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: pytest.fail(f"{protocol} is imported"))
+    assert not storage_open.is_in_archive(url)
