@@ -12,6 +12,9 @@ python=.venv/bin/python
 # compile shardopt again.
 unset PYTHONDONTWRITEBYTECODE
 
+# trio, which selenium needs, would be imported with hypothesis by each worker: a third of a second.
+export HYPOTHESIS_NO_PLUGINS=1
+
 # Compiles the tests, on the core that mypy leaves free.
 "$python" -m pytest --collect-only --quiet >/dev/null 2>&1 &
 echo "test: ruff"

@@ -5,10 +5,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 from _pytest.runner import runtestprotocol
+
+from tests import fork_server
 
 _LONG_SECONDS = 0.1  # that the list of what took longest may have
 
@@ -37,6 +40,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--exhaustive"):
         hypothesis.settings.load_profile("exhaustive")
+    if (server := getattr(config, "workerinput", {}).get("fork_server")) is not None:
+        fork_server.share(server)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_configure_node(node: Any) -> None:
+    """Before a worker starts: it and the others fork their ranks from one server."""
+    fork_server.start()
+    node.workerinput["fork_server"] = fork_server.shared()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -26,6 +26,7 @@ PRELOADED = [
     "shardopt.sharding.public",
     "shardopt.nn.public",
     "shardopt.checkpoint.storage.object_stores.open",  # with obstore, for ranks that reach a store
+    "botocore.session",  # with which a store of S3 is opened: a fifth of a second
     "encodings.idna",  # the first connection of a rank imports it
     "safetensors.torch",
     # torch's own table of optimizers: two seconds. It opens a GPU, and what has one open cannot be forked.
