@@ -12,6 +12,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from tests import fork_server
+from tests.support.disk import leave_unflushed
 
 _LONG_SECONDS = 0.1  # that the list of what took longest may have
 
@@ -40,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--exhaustive"):
         hypothesis.settings.load_profile("exhaustive")
+    else:
+        leave_unflushed()
     if (server := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         fork_server.share(server)
 

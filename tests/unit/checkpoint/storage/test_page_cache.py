@@ -10,6 +10,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import local
+from tests.support.disk import flush
 
 KERNEL = tuple(map(int, os.uname().release.split(".")[:2]))
 pytestmark = pytest.mark.skipif(KERNEL < (6, 5), reason="the kernel does not say what is in its page cache")
@@ -26,7 +27,7 @@ def cached(path):
 
 def drop(path):
     fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
+    flush(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(fd)
 
