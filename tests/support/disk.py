@@ -1,7 +1,7 @@
 """Files are not flushed to the disk in the processes of tests: no machine goes down during one.
 
-A flush takes a third of a millisecond of the processor and waits for the disk, on some machines for 10 ms; the suite
-makes some 50,000. What is flushed, and when, is seen by the calls, which stay: tests count them and make them fail.
+A file and its directory take 0.6 ms on a fast disk, half of it of the processor. What is flushed, and when, is seen by
+the calls, which stay: tests count them and make them fail.
 Programs that a test starts with an interpreter of their own flush as ever, and so does all under `--exhaustive`.
 """
 
