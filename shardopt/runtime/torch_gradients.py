@@ -10,7 +10,6 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from types import CodeType, FrameType, FunctionType
 from typing import Any, cast
 
@@ -25,6 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from shardopt.runtime.live_objects import instances_of, none_frozen
 
 
 def backward_under_way() -> int:
@@ -79,7 +80,7 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     if not dist.is_initialized():
         return False  # DistributedDataParallel needs a process group
     wanted = set(map(id, parameters))
-    with _none_frozen():
+    with none_frozen():
         if not _reducing(wanted):
             return False
         gc.collect()  # one that nobody has any more
@@ -95,7 +96,7 @@ def states_of_communication_hooks(parameters: Iterable[Tensor]) -> list[Any]:
     """
     if "torch.distributed.algorithms.ddp_comm_hooks" not in sys.modules or not dist.is_initialized():
         return []
-    with _none_frozen():
+    with none_frozen():
         # Without hooks is one whose constructor has failed.
         hooks = [hook for each in _reducing(set(map(id, parameters))) for hook in vars(each).get("_comm_hooks", ())]
     states = [each for _, state in hooks for each in (state if isinstance(state, tuple) else (state,))]
@@ -115,33 +116,10 @@ def _is_torchs_own(state: Any) -> bool:
 def _reducing(wanted: set[int]) -> list[Any]:
     """Returns the instances of DistributedDataParallel that have any of the parameters with these ids.
 
-    Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
-    knows are asked whether they refer to that class, which takes a twentieth of a second where there are a million.
+    Parameters do not know, and DistributedDataParallel keeps no list of its own.
     """
-    kinds = _with_subclasses(DistributedDataParallel)
-    # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
-    instances = [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
-    return [each for each in instances if any(id(own) in wanted for own in vars(each).get("_module_parameters", ()))]
-
-
-@contextmanager
-def _none_frozen() -> Iterator[None]:
-    """Lets objects be found that `gc.freeze` keeps out of collections: they are in no list."""
-    frozen = gc.get_freeze_count() > 0
-    if frozen:
-        # Else what is in cycles that nobody has any more would stay for good. Before, as it is quick while all else is
-        # frozen: with that it takes seconds where there are many millions of objects.
-        gc.collect()
-        gc.unfreeze()
-    try:
-        yield
-    finally:
-        if frozen:
-            gc.freeze()
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+    found = instances_of(DistributedDataParallel)
+    return [each for each in found if any(id(own) in wanted for own in vars(each).get("_module_parameters", ()))]
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

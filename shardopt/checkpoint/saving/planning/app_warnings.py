@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.nn import Module
@@ -27,10 +27,11 @@ from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_o
 from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
 from shardopt.checkpoint.saving.planning.in_eval import Layers, LayersInEval
 from shardopt.data.workers import warn_of_workers
+from shardopt.runtime.live_objects import instances_of, none_frozen
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
 from shardopt.state.names import ParameterNames
-from shardopt.state.paths import PARAM_GROUPS, Path, join
+from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
@@ -48,6 +49,9 @@ _COUNTER = re.compile(
 
 _saves_rates: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 """Whether an optimizer saved its groups when it was saved last: its `state_dict` may communicate, so none is made."""
+
+_in_apps: WeakSet[Optimizer] = WeakSet()
+"""The optimizers in the apps of all runs of this process."""
 
 Found = list[tuple[Path, Any]]
 """What is in an app, by path: `objects_in`."""
@@ -113,6 +117,8 @@ class AppWarnings:
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
+        if is_first:
+            _warn_of_forgotten(found)
         for check in _CHECKS:
             is_due = check.library in sys.modules and (is_first or check.at_each_save) and check not in self._told
             if is_due and check.warns(found, step):
@@ -198,6 +204,7 @@ class AppWarnings:
             )
         found = objects_in({**app})
         self._compare_rates(found, warns=False)
+        _in_apps.update(_optimizers(found).values())
         self._end_frozen()
         self._in_eval.restored(report)
         if report is not None:
@@ -240,6 +247,30 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
                 *(key, len(unheld), name or f"one of shape {tuple(first.shape)}"),
             )
     return told
+
+
+def _warn_of_forgotten(found: Found) -> None:
+    """Logs a warning of an optimizer with state that steps a module of an app without any optimizer. Local.
+
+    An app with an object that may hold one, or with what a `state_dict` of one has, is not told of.
+    """
+    _in_apps.update(_optimizers(found).values())
+    parts = {part for path, _ in found for part in path}
+    if _optimizers(found) or parts & {PARAM_GROUPS, STATE} or any(_may_hold_others(each) for _, each in found):
+        return
+    names = {id(each): join((*path, name)) for path, own in found for name, each in _trained_in(own)}
+    if not names:
+        return
+    with none_frozen():
+        others = [each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each)]
+    stepped = {id(own) for each in others for own in each.state}
+    if lacking := [name for own, name in names.items() if own in stepped]:
+        _in_apps.update(others)  # once
+        _log.warning(
+            "the app has no optimizer, and one that is not in it steps %d of its parameters, such as %s: a resumed run "
+            "would begin that one's state anew. Add it to the app under a key of its own [optimizer-state]",
+            *(len(lacking), lacking[0]),
+        )
 
 
 def _warn_of_collisions(found: Found, _: int) -> bool:
@@ -329,6 +360,11 @@ def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Module):
         return [*value.parameters(), *value.buffers(), *shards_of(value)]
     return [value] if isinstance(value, Tensor) else []
+
+
+def _trained_in(value: Any) -> list[tuple[str, Tensor]]:
+    """Returns the parameters of a module that are trained, by name; of any other object none."""
+    return [pair for pair in value.named_parameters() if pair[1].requires_grad] if isinstance(value, Module) else []
 
 
 def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:
