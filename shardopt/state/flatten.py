@@ -63,6 +63,7 @@ from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
+_LEAST_ID = 1 << 20  # no object has its memory below
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 
@@ -125,7 +126,7 @@ def _descend_container(
         _add_plain(flat, path, node, replace, within)
     is_of_app = within is None and not isinstance(node, Counter) and node
     if isinstance(node, Mapping) and (has_places or not path or is_of_app):
-        _check_mapping(node, path)
+        _check_mapping(node, path, flat)
         flat.noted += noted_at(path, node)
         for part, child in node.items():
             _descend(child, (*path, part), partial(setitem, node, part), within, flat)
@@ -180,12 +181,12 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if are_named(groups) and (is_partial or any(group[PARAMS] for group in groups)):
         target.groups = groups
     if is_partial or target.groups is not None or holds_tensors(target.state):
-        _check_mapping(target.state, path)
+        _check_mapping(target.state, path, flat)
         for part, child in target.state.items():
             if part == PARAM_GROUPS and target.groups is not None:
                 _add_options(target, (*path, part), flat)
             elif is_partial and part == STATE and isinstance(child, MutableMapping):
-                _check_mapping(child, (*path, part))
+                _check_mapping(child, (*path, part), flat)
                 for name, entries in child.items():  # one by one: other ranks may have others
                     _descend(entries, (*path, part, name), partial(setitem, child, name), takes_any, flat)
             else:
@@ -322,7 +323,7 @@ def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
     raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
 
 
-def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
+def _check_mapping(node: Mapping[Any, Any], path: Path, flat: FlatState) -> None:
     if not isinstance(node, MutableMapping):
         found = f"a {type(node).__name__}"
         problem = Problem(join(path) or "app", found, "a dict, which can be loaded into", "use one")
@@ -333,6 +334,12 @@ def _check_mapping(node: Mapping[Any, Any], path: Path) -> None:
             key = join((*path, str(part)))
             problem = Problem(key, f"a key of type {type(part).__name__}", "str or int", "rename it")
             raise StateError("a key cannot be stored", [problem])
+        if type(part) is int and part > _LEAST_ID and (name := flat.names.by_id(part)):
+            found, remedy = (
+                f"the id() of {name!r}, which another process has otherwise",
+                "have its state_dict() use names",
+            )
+            raise StateError("a key cannot be stored", [Problem(join((*path, part)), found, "a lasting key", remedy)])
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:

@@ -178,6 +178,11 @@ class ParameterNames:
             names[i] = f"{NAMELESS}{number}"
         return tuple(names) if len(set(names)) == len(names) else None
 
+    def by_id(self, number: int) -> str | None:
+        """Returns the name of the parameter that has a number as its `id()`; None if the app has none."""
+        places = (f"{place}.{own[number]}" if place else own[number] for place, own in self._places if number in own)
+        return next(places, None)
+
     @cached_property
     def _places(self) -> list[tuple[str, Mapping[int, str]]]:
         """Key of each module in the app → names of its parameters by identity; last, those of the app's own tensors."""

@@ -232,6 +232,16 @@ def test_what_has_no_key_or_no_memory_is_refused_by_name(app, said):
         flatten(app)
 
 
+def test_keys_that_are_ids_of_parameters_are_refused_as_no_other_process_has_them():
+    model, other = nn.Linear(2, 2), torch.ones(2)
+    own = Holder({"param_states": {id(each): {"exp_avg": torch.zeros(2)} for each in (other, model.weight)}})
+    with pytest.raises(
+        StateError, match=rf"own\.param_states\.{id(model.weight)}: found the id\(\) of 'model\.weight'"
+    ):
+        flatten({"own": own, "model": model})
+    assert len(flatten({"own": own}).leaves) == 2  # other numbers as large may last
+
+
 def test_a_class_with_state_is_not_an_object_with_state():
     with pytest.raises(StateError, match="type"):
         checkpoint.save("memory://shardopt-tests/class", {"a": nn.Linear})
