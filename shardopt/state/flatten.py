@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
 from shardopt.state.in_place import put
-from shardopt.state.names import ParameterNames, may_have_wrappers, plain_names_in
+from shardopt.state.names import LEAST_ID, ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
     OWN,
@@ -63,7 +63,6 @@ from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
-_LEAST_ID = 1 << 20  # no object has its memory below
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 
@@ -334,12 +333,8 @@ def _check_mapping(node: Mapping[Any, Any], path: Path, flat: FlatState) -> None
             key = join((*path, str(part)))
             problem = Problem(key, f"a key of type {type(part).__name__}", "str or int", "rename it")
             raise StateError("a key cannot be stored", [problem])
-        if type(part) is int and part > _LEAST_ID and (name := flat.names.by_id(part)):
-            found, remedy = (
-                f"the id() of {name!r}, which another process has otherwise",
-                "have its state_dict() use names",
-            )
-            raise StateError("a key cannot be stored", [Problem(join((*path, part)), found, "a lasting key", remedy)])
+        if type(part) is int and part > LEAST_ID:
+            flat.names.refuse_id(part, path)
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:

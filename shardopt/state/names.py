@@ -17,12 +17,15 @@ from torch import Tensor
 from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardopt.errors import Problem, StateError
 from shardopt.runtime.torch_gradients import named_shards_of
+from shardopt.state.paths import Path, join
 
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _DDP = "module."
 """The attribute of DistributedDataParallel and DataParallel; a user's own module may have the same name."""
 _ANY_DDP = re.compile(r"(?<![^.])module\.")
+LEAST_ID = 1 << 20  # of an object: none has its memory below
 NAMELESS = "?"
 """Begins the names of parameters that the app does not have."""
 _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
@@ -178,10 +181,14 @@ class ParameterNames:
             names[i] = f"{NAMELESS}{number}"
         return tuple(names) if len(set(names)) == len(names) else None
 
-    def by_id(self, number: int) -> str | None:
-        """Returns the name of the parameter that has a number as its `id()`; None if the app has none."""
-        places = (f"{place}.{own[number]}" if place else own[number] for place, own in self._places if number in own)
-        return next(places, None)
+    def refuse_id(self, part: int, path: Path) -> None:
+        """Raises StateError if a key of the dict at a path is the `id()` of a parameter: another process has others."""
+        names = [f"{place}.{own[part]}" if place else own[part] for place, own in self._places if part in own]
+        if names:
+            found = f"the id() of {names[0]!r}, which another process has otherwise"
+            key = join((*path, part))
+            problem = Problem(key, found, "a lasting key", "have its state_dict() name the parameters")
+            raise StateError("a key cannot be stored", [problem])
 
     @cached_property
     def _places(self) -> list[tuple[str, Mapping[int, str]]]:

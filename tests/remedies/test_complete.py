@@ -25,7 +25,6 @@ ELSEWHERE = {
     r"checkpoint/sources/quantized.py": "needs a model of a hub; tests/unit/checkpoint/sources/test_quantized.py",
 }
 TEXTS = {
-    "have its state_dict() use names": "tests/unit/state/test_state.py",
     "take a step with rate 0 before": "tests/unit/checkpoint/loading/test_lost_wrappers.py",
     "a start by restore(app, step=…) resumes it": "tests/unit/checkpoint/run/test_stopping.py follows it",
     "load_state_dict(..., convert_state=True) of another": "tests/numerics/test_low_precision_follows.py",

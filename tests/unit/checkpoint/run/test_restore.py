@@ -103,7 +103,8 @@ def test_links_that_lead_nowhere_take_no_place_of_a_checkpoint_where_some_are_re
     with checkpoint.Manager(root, keep=keep, destinations=[checkpoint.Mirror(mirror)]) as manager:
         manager.save(5, app_of(5), metrics={"loss": 1.0})
         manager.wait()
-    assert manager.steps() == [2, 5] and checkpoint.Manager(mirror).steps() == [2, 5] and not caplog.messages
+    assert manager.steps() == [2, 5] and not caplog.messages
+    assert checkpoint.Manager(mirror).steps() in ([2, 5], [5])  # a copy is left out once a newer one waits
     assert (root / "step-00000003").is_symlink() and (root / "step-00000004").is_symlink()  # for when it is back
     manager = checkpoint.Manager(root)
     manager.delete(4)
