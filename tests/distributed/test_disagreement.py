@@ -149,15 +149,29 @@ def test_ranks_may_load_different_keys_if_together_they_load_all(tmp_path):
     assert [unexpected for _, unexpected in outcomes] == [()] * 3
 
 
+def load_keys_and_entries(path, keys, entries):
+    return *load_parts(f"{path}/c", keys), load_parts(f"{path}/entries", entries)
+
+
 def test_a_key_that_no_rank_has_is_told_once_with_what_single_ranks_miss(tmp_path):
     checkpoint.save(tmp_path / "c", {key: torch.ones(2) for key in "abc"})
-    outcomes = run_ranks(3, load_parts, str(tmp_path / "c"), ["ax", "b", "bx"])
-    problems, message = outcomes[0]
+    checkpoint.save(tmp_path / "entries", {key: torch.ones(2) for key in ("a.0", "b.0", "b.1", "c.0", "c.1", "d.0")})
+    entries = [["a.0", "x.0"], ["a.0", "b.2"], ["a.0", "x.1"]]
+    outcomes = run_ranks(3, load_keys_and_entries, str(tmp_path), ["ax", "b", "bx"], entries)
+    problems, message, (of_entries, _) = outcomes[0]
     assert problems == [
         ("x", "nothing in the checkpoint (on ranks 0, 2)"),
         ("c", "a tensor of float32 [2] in the checkpoint"),
     ]
     assert "the checkpoint does not fit the app; nothing was changed" in message
+    assert of_entries == [  # "x" has keys on two ranks, and "b" is there on one
+        ("b.2", "nothing in the checkpoint (on rank 1)"),
+        ("b.0", "a tensor of float32 [2] in the checkpoint"),
+        ("b.1", "a tensor of float32 [2] in the checkpoint"),
+        ("x.*", "nothing in the checkpoint"),
+        ("c.*", "2 keys in the checkpoint, such as c.0"),
+        ("d.0", "a tensor of float32 [2] in the checkpoint"),
+    ]
     assert outcomes[1:] == outcomes[:1] * 2
 
 

@@ -34,6 +34,7 @@ TEXTS = {
     "end `with ema.swap():` before": "tests/unit/optim/test_averaging.py",
     "never broadcast. Or begin without it": "tests/unit/checkpoint/loading/torchs/test_resized.py follows it",
     "make the averages again where the model changes": "tests/unit/optim/test_averaging.py follows it",
+    ', pass select=r"[^"]*"; |, or': "finds what a call without `select` leaves out of remedies",
     "if the run added a group for it": "tests/unit/checkpoint/loading/test_load_choices.py follows it",
     "outside of `with ema.swap():`": "tests/unit/optim/test_averaging.py",
     "for state in 8 bits pass shardopt.keyed": "tests/unit/optim/test_keyed.py",

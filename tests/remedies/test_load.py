@@ -207,13 +207,14 @@ def test_entries_that_the_app_lacks_are_one_problem_each(url):
     saved(url, {"model": model, "optimizer": optimizer, "step": 7})
     app = {"model": torch.nn.Linear(2, 2)}
     remedy = (
-        'to load only what the app has, pass select=r"^model(\\.|$)"; to resume, add its object to the app; or leave '
-        'it out with strict=Strictness(unexpected="ignore"), or give its new name with rename={...}'
+        'to load only what both have, pass select=r"^model(\\.|$)"; to resume, add its object to the app; or leave it '
+        'out with strict=Strictness(unexpected="ignore"), or give its new name with rename={...}'
     )
     with pytest.raises(MismatchError) as caught:
         checkpoint.load(url, app)
-    assert [(each.key, each.remedy) for each in caught.value.problems] == [("step", remedy), ("optimizer", remedy)]
-    assert "found 1 key in" in str(caught.value) and "found 2 keys in" in str(caught.value)
+    assert [(each.key, each.remedy) for each in caught.value.problems] == [("step", remedy), ("optimizer.*", remedy)]
+    found = "found 2 keys in the checkpoint, such as optimizer.param_groups.bias"
+    assert f'{found}; required an entry "optimizer" in the app' in str(caught.value)
     for options in ({"select": r"^model(\.|$)"}, {"strict": IGNORE}):
         app = {"model": torch.nn.Linear(2, 2)}
         checkpoint.load(url, app, **options)
@@ -221,6 +222,30 @@ def test_entries_that_the_app_lacks_are_one_problem_each(url):
     with checkpoint.Manager(url.parent / "run") as manager:
         manager.save(1, {"model": model, "optimizer": optimizer, "step": 7})
         refused(remedy, manager.restore, {"model": model})  # of the first one
+
+
+def test_an_entry_that_was_not_saved_is_one_problem(url):
+    app = saved(url, app_of("keyed", 1))
+
+    def fresh():
+        loaded = app_of("keyed")
+        return {**loaded, "ema": shardopt.EMA(loaded["model"], decay=0.5)}
+
+    remedy = (
+        'to load only what both have, pass select=r"^(model|optimizer)(\\.|$)"; remove it from the app, leave it as it '
+        'is with strict=Strictness(missing="ignore"), or give its old name with rename={...}'
+    )
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(url, fresh(), init_state=True)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.required, problem.remedy) == ("ema.*", "3 keys, such as ema.state.weight.ema", remedy)
+    for options in ({"select": r"^(model|optimizer)(\.|$)"}, {"strict": Strictness(missing="ignore")}):
+        loaded = fresh()
+        checkpoint.load(url, loaded, init_state=True, **options)
+        assert weights_of(loaded) == weights_of(app) and loaded["ema"].n_averaged == 0
+    renamed = fresh()
+    checkpoint.save(url.parent / "renamed", {("average" if key == "ema" else key): renamed[key] for key in renamed})
+    checkpoint.load(url.parent / "renamed", fresh(), rename={r"^average\.": "ema."})
 
 
 class Strange:

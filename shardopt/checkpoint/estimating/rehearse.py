@@ -10,6 +10,7 @@ from typing import Any
 from shardopt.checkpoint.loading.load import Look, plan_ranks, prepare, refuse_differences
 from shardopt.checkpoint.loading.options import STRICT, LoadOptions, Strictness, strictness_of
 from shardopt.checkpoint.loading.rank_plan import RankPlan
+from shardopt.checkpoint.loading.reconcile import entries_of
 from shardopt.checkpoint.loading.refusals import errors_name_writer
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import OfUrl
@@ -65,7 +66,8 @@ class CompareReport(OfUrl):
     @property
     def differing(self) -> tuple[str, ...]:
         """The keys of problems that both sides have, in another shape, dtype or kind."""
-        one_sided = {*self.missing, *self.unexpected}
+        keys = {*self.missing, *self.unexpected}
+        one_sided = keys | {f"{entry}.*" for entry in entries_of(keys)}
         return tuple(dict.fromkeys(each.key for each in self.problems if each.key not in one_sided))
 
     def __str__(self) -> str:

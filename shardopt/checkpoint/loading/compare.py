@@ -32,7 +32,7 @@ from shardopt.sharding.view import view_of
 from shardopt.state.paths import STATE, Index, Path, all_but, is_below, join, keys_below, lists_differ, tell_path
 from shardopt.state.state import CheckedStateful, FlatState, Leaf, PerRank, RestoreTarget
 
-_MISSING = (
+MISSING = (
     "give its old name with rename={...}, remove it from the app, leave it as it is with "
     'strict=Strictness(missing="ignore"), or load only some keys by select='
 )
@@ -132,7 +132,7 @@ def compare(
     for key in match.missing:
         if not is_reported(flat.leaves[key].path):
             kind = _kind_of_leaf(flat.leaves[key], views.get(key))
-            problem = Problem(key, NOT_STORED, kind, (LENGTH_DIFFERS if key in longer else "") + _MISSING)
+            problem = Problem(key, NOT_STORED, kind, (LENGTH_DIFFERS if key in longer else "") + MISSING)
             match.note(problem, strictness.choice_for_missing(key))
     problems += _unequal_ties(names) if names.aliases else ()
     problems += _not_to_be_filled(match, needs_memory)

@@ -310,7 +310,7 @@ def plan_ranks(ranks: Ranks, what: str, look: Look, options: LoadOptions) -> tup
 def refuse_differences(ranks: Ranks, what: str, plan: RankPlan, found: dict[str, Any], options: LoadOptions) -> None:
     """Raises MismatchError for differences of any rank that do not pass. Collective."""
     if found["with_differences"]:
-        reconcile(ranks, what, plan.match, plan.names, options.strictness, found["with_differences"])
+        reconcile(ranks, what, plan.match, plan.names, options.strictness, found["with_differences"], options.selects)
     if not found["is_met"]:
         refuse_nothing(plan.reader.manifest, plan.flat, options.select)
 

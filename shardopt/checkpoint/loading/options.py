@@ -116,6 +116,8 @@ class LoadOptions:
     storage_options: Mapping[str, Any] | None = None
     reads: bool = True
     """Else it is only compared (`estimating/rehearse.py`): no tensor needs memory, and no file of tensors is opened."""
+    selects: bool = True
+    """Whether the call has `select` and `skip`, which remedies name; a `Follower` does not."""
 
 
 def strictness_of(strict: bool | Strictness) -> Strictness:

@@ -6,15 +6,14 @@ round   only where there is any: what differs, of   `reconcile`
 
 Problems are bounded as errors of ranks are (`ranks/failures.py`). A stored key is unexpected if it is so on every rank:
 keys are sent by their places in the sorted list of all of them, as runs, which are few where a rank has a stage of a
-model, or a part of its experts. Loads that would load nothing, and would look like those that have loaded everything,
-are refused.
+model, or a part of its experts. Entries of which one side has nothing at all are one problem each. Loads that would
+load nothing, and would look like those that have loaded everything, are refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
@@ -23,7 +22,14 @@ from typing import Any
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.loading.compare import LENGTH_DIFFERS, NOT_STORED, Match, in_longer_lists, kind_of_stored
+from shardopt.checkpoint.loading.compare import (
+    LENGTH_DIFFERS,
+    MISSING,
+    NOT_STORED,
+    Match,
+    in_longer_lists,
+    kind_of_stored,
+)
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.options import Strictness
 from shardopt.checkpoint.loading.other_names import rename_hint
@@ -37,6 +43,7 @@ from shardopt.state.param_groups import SAVED_BY
 from shardopt.state.paths import PARAM_GROUPS
 from shardopt.state.state import FlatState
 
+_NO_KEY = "nothing under this key"
 _UNEXPECTED = (
     "give its new name with rename={...}, add it to the app, leave it out with "
     'strict=Strictness(unexpected="ignore"), or load only some keys by select='
@@ -46,7 +53,19 @@ _IN_OBJECT = (
     "load the optimizer itself too; otherwise "
 )
 _GROWN = 'if the run added a group for it, call add_param_group({"params": {…}}) before the load; otherwise '
+_MISSING_ENTRY = (
+    'remove it from the app, leave it as it is with strict=Strictness(missing="ignore"), or give its old name with '
+    "rename={...}"
+)
+_UNEXPECTED_ENTRY = (
+    'to resume, add its object to the app; or leave it out with strict=Strictness(unexpected="ignore"), or give its '
+    "new name with rename={...}"
+)
 _FEW_ENTRIES = 6  # of an app, that a remedy names
+_BY_SELECT = re.compile(
+    r'to load only what both have, pass select=r"[^"]*"; |, or load only some keys by select=$'
+    r"|, or leave it as it is with skip=.*$"
+)
 # Where optimizers keep theirs, which follows from what models have.
 _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
@@ -86,12 +105,14 @@ def reconcile(
     names: Names,
     strictness: Strictness,
     differences: dict[str, Any],
+    selects: bool,
 ) -> None:
     """Raises for what does not fit on some rank, and for stored keys that no rank has a place for. Collective.
 
     Args:
         match: gets the unexpected keys of the job, and warnings of them.
         differences: as `compare_differences` gave it on rank 0.
+        selects: whether the call has arguments `select` and `skip`, which remedies may name.
 
     Raises:
         MismatchError: lists each difference once, with the ranks that have it; of very many the first ones.
@@ -122,25 +143,31 @@ def reconcile(
         if with_keys:
             lists = (_unpack(reports[group[0]][1], stored) for group in with_keys)
             expected_by_none = set.intersection(*map(set, lists))
+        unexpected = [key for key in match.unexpected if key in expected_by_none]
         return {
             "problems": [asdict(problem) for problem in told],
             "left_out": left_out,
             "failed": len(failed),
             "where": names_of(failed) if failed else "",
-            "unexpected": _pack([key for key in match.unexpected if key in expected_by_none], stored),
+            "unexpected": _pack(unexpected, stored),
+            "own": sorted(entries_of(unexpected) & entries_of(names.chosen)),
+            "select": _select_of_both(names),
         }
 
     _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
     unexpected = set(_unpack(merged["unexpected"], stored))
-    refused = _judge_unexpected(match, names, strictness, unexpected, fits=not merged["failed"])
+    refused = _judge_unexpected(match, names, strictness, unexpected)
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
-        problems = _causes_first([*(Problem(**problem) for problem in merged["problems"]), *refused])
+        problems = [*(Problem(**problem) for problem in merged["problems"]), *refused]
         message = f"{where}the checkpoint does not fit the app; nothing was changed"
         if hint := _other_names(problems, match, names):
             message += f"\nStored tensors have the missing names after {hint}."
-        raise MismatchError(message, problems, merged["left_out"])
+        told = _causes_first(_by_entry(problems, names, merged))
+        if not selects:
+            told = [replace(each, remedy=_BY_SELECT.sub("", each.remedy)) for each in told]
+        raise MismatchError(message, told, merged["left_out"])
 
 
 def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str | None:
@@ -158,36 +185,29 @@ def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str
 
 
 def _causes_first(problems: Iterable[Problem]) -> list[Problem]:
-    """Sorts problems: first what names its cause, then weights, then optimizer state; stable."""
+    """Sorts problems: first what names its cause, then weights, then optimizers; those of both sides first; stable."""
 
-    def rank(each: Problem) -> tuple[bool, bool]:
+    def rank(each: Problem) -> tuple[bool, bool, bool]:
         names_cause = SAVED_BY in each.found or each.remedy.startswith(_GROWN)
-        return not names_cause, _OF_OPTIMIZERS.search(each.key) is not None
+        of_one_side = each.found.startswith(NOT_STORED) or each.remedy.endswith((_UNEXPECTED, _UNEXPECTED_ENTRY))
+        return not names_cause, _OF_OPTIMIZERS.search(each.key) is not None, of_one_side
 
     return sorted(problems, key=rank)
 
 
-def _judge_unexpected(
-    match: Match, names: Names, strictness: Strictness, by_none: Collection[str], fits: bool
-) -> list[Problem]:
-    """Keeps the unexpected keys that no rank expects; returns a problem for each one that is refused.
-
-    Args:
-        fits: whether all else fits. Then whole entries that the app lacks are one problem each.
-    """
+def _judge_unexpected(match: Match, names: Names, strictness: Strictness, by_none: Collection[str]) -> list[Problem]:
+    """Keeps the unexpected keys that no rank expects; returns a problem for each one that is refused."""
     match.unexpected = [key for key in match.unexpected if key in by_none]
     choice = strictness.unexpected
     if choice == "ignore":
         return []
     grown, paths = _grown_by(match.unexpected, names.chosen), stored_paths(names.manifest)
-    if fits and choice == "raise" and (entries := _whole_entries(match.unexpected, names.chosen)):
-        return entries
     items = in_longer_lists({key: paths[key] for key in match.unexpected}, names.chosen)
     problems = [
         Problem(
             key,
             f"{kind_of_stored(names.manifest, key)} in the checkpoint",
-            "nothing under this key",
+            _NO_KEY,
             f"{_IN_OBJECT if _is_within_leaf(key, names.chosen) else ''}{_GROWN if key in grown else ''}"
             f"{LENGTH_DIFFERS if key in items else ''}{_UNEXPECTED}",
         )
@@ -199,26 +219,70 @@ def _judge_unexpected(
     return []
 
 
-def _whole_entries(unexpected: Sequence[str], chosen: Collection[str]) -> list[Problem]:
-    """Returns a problem for each entry that the app lacks, if nothing else is unexpected and the app has few others."""
-    own = sorted({key.partition(".")[0] for key in chosen})
-    entries = Counter(key.partition(".")[0] for key in unexpected)
-    if not 1 <= len(own) <= _FEW_ENTRIES or not entries.keys().isdisjoint(own) or max(entries.values(), default=0) < 2:
-        return []
-    select = own[0] if len(own) == 1 else f"({'|'.join(map(re.escape, own))})"
-    remedy = (
-        f'to load only what the app has, pass select=r"^{select}(\\.|$)"; to resume, add its object to the app; or '
-        'leave it out with strict=Strictness(unexpected="ignore"), or give its new name with rename={...}'
-    )
-    return [
-        Problem(entry, f"{plural(count, 'key')} in the checkpoint", "nothing under this key", remedy)
-        for entry, count in entries.items()
-    ]
+def entries_of(keys: Iterable[str]) -> set[str]:
+    """Returns the entries of an app, or of a checkpoint, that keys are of."""
+    return {key.partition(".")[0] for key in keys}
+
+
+def _by_entry(problems: Sequence[Problem], names: Names, merged: dict[str, Any]) -> list[Problem]:
+    """Replaces the problems with an entry of which one side has nothing at all by one for each, if any has several.
+
+    Args:
+        merged: what ranks have found, as `reconcile` merges it, the same on all.
+    """
+    stored = entries_of(_stored_keys(names))
+    own = {*merged["own"], *entries_of(each.key for each in problems if each.required != _NO_KEY)}
+    told: list[Problem] = []
+    lacking: dict[tuple[bool, str], list[Problem]] = {}  # by whether the app lacks the entry
+    for each in problems:
+        is_unexpected, entry = each.required == _NO_KEY, each.key.partition(".")[0]
+        is_missing = each.found.startswith(NOT_STORED) and each.remedy.endswith(MISSING)
+        if (is_unexpected and entry not in own) or (is_missing and entry not in stored):
+            lacking.setdefault((is_unexpected, entry), []).append(each)
+        else:
+            told.append(each)
+    if max(map(len, lacking.values()), default=0) < 2:
+        return [*problems]
+    if len({is_unexpected for is_unexpected, _ in lacking}) == 2:  # one may be the other, under another name
+        remedies = {True: _UNEXPECTED, False: MISSING}
+    else:
+        remedies = {True: merged["select"] + _UNEXPECTED_ENTRY, False: merged["select"] + _MISSING_ENTRY}
+    for (is_unexpected, entry), group in lacking.items():
+        of_entry = _of_entry(entry, group, is_unexpected, bool(merged["left_out"]))
+        told.append(replace(of_entry, remedy=remedies[is_unexpected]))
+    return told
+
+
+def _of_entry(entry: str, group: Sequence[Problem], is_unexpected: bool, is_cut: bool) -> Problem:
+    """Returns one problem for those with the keys of an entry; `is_cut` if there may be more."""
+    required = f'an entry "{entry}" in the app' if is_unexpected else group[0].required
+    if len(group) == 1:
+        return replace(group[0], required=required)
+    count, such = plural(len(group), "key"), f", such as {group[0].key}"
+    if is_unexpected:
+        return replace(group[0], key=f"{entry}.*", found=f"{count} in the checkpoint{such}", required=required)
+    found = group[0].found if len({each.found for each in group}) == 1 else NOT_STORED  # else on various ranks
+    return replace(group[0], key=f"{entry}.*", found=found, required=f"{count}{' or more' if is_cut else ''}{such}")
+
+
+def _select_of_both(names: Names) -> str:
+    """Returns the remedy of a load of only those entries of which both sides have keys; "" if that were no tensors."""
+    keys = [key for key in _stored_keys(names) if key in names.chosen]
+    entries = sorted(entries_of(keys))
+    if len(entries) > _FEW_ENTRIES or names.manifest.tensors.keys().isdisjoint(keys):
+        return ""
+    regex = entries[0] if len(entries) == 1 else f"({'|'.join(map(re.escape, entries))})"
+    return rf'to load only what both have, pass select=r"^{regex}(\.|$)"; '
 
 
 def _grown_by(unexpected: Collection[str], chosen: Collection[str]) -> set[str]:
-    """Returns the unexpected keys of optimizers' groups for parameters that a model of the app has."""
-    names = {key: key.partition(f".{PARAM_GROUPS}.")[2] for key in unexpected if f".{PARAM_GROUPS}." in key}
+    """Returns the unexpected keys of groups, of optimizers in the app, for parameters that a model of it has."""
+    own = entries_of(chosen)
+    names = {
+        key: key.partition(f".{PARAM_GROUPS}.")[2]
+        for key in unexpected
+        if f".{PARAM_GROUPS}." in key and key.partition(".")[0] in own
+    }
     if not names:
         return set()
     of_models = [key for key in chosen if not _OF_OPTIMIZERS.search(key)]

@@ -143,6 +143,7 @@ class Follower:
             share_reads="never",
             deadline_seconds=deadline_seconds,
             process_group=process_group,
+            selects=False,
         )
         self._known: KnownFiles = {}
         self._held: dict[Place, Held] = {}

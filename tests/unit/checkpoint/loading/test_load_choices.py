@@ -344,3 +344,63 @@ def test_another_head_is_left_out_by_the_regex_that_the_error_names(tmp_path):
     assert torch.equal(model["body"].weight, saved["body"].weight)
     with pytest.raises(MismatchError, match=r"(?s)^(?!.*skip=)"):  # where what is missing does not pass either
         checkpoint.load(tmp_path / "c", {"model": model}, rename=rename)
+
+
+def of_a_run(classes, init=True):
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 3), "head": torch.nn.Linear(3, classes)})
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    if init:
+        optimizer.init_state()
+    return {"optimizer": optimizer, "model": model, "step": 1}
+
+
+def test_a_head_that_does_not_fit_is_told_of_before_what_the_app_lacks(tmp_path):
+    """These were a line for each key of the optimizer, with `add_param_group`, and the head behind the twentieth."""
+    checkpoint.save(tmp_path / "c", of_a_run(5))
+    app = {"model": of_a_run(2)["model"]}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "c", app)
+    told, first = (
+        [(each.key, each.found, each.required) for each in caught.value.problems],
+        "optimizer.state.body.weight.step",
+    )
+    assert told == [
+        ("model.head.weight", "a tensor of float32 [5, 3]", "a tensor of float32 [2, 3]"),
+        ("model.head.bias", "a tensor of float32 [5]", "a tensor of float32 [2]"),
+        ("optimizer.*", f"16 keys in the checkpoint, such as {first}", 'an entry "optimizer" in the app'),
+        ("step", "a plain value (int) in the checkpoint", 'an entry "step" in the app'),
+    ]
+    assert "add_param_group" not in str(caught.value)
+    remedy = r'to load only what both have, pass select=r"^model(\.|$)"; '
+    assert all(each.remedy.startswith(remedy) for each in caught.value.problems[2:])
+    report = checkpoint.compare(tmp_path / "c", app)
+    assert report.differing == ("model.head.weight", "model.head.bias")
+    assert "optimizer.state.body.weight.exp_avg" in report.unexpected
+
+
+def test_what_has_another_name_is_renamed_and_not_selected(tmp_path):
+    """All under one prefix, as what DCP saved of an object "app"."""
+    saved = of_a_run(5)
+    checkpoint.save(tmp_path / "c", {"app": {key: saved.pop(key) for key in ("model", "optimizer")}, **saved})
+    app = of_a_run(5)
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "c", app)
+    assert 'the missing names after rename={r"^app\\.": ""}.\n' in str(caught.value)
+    assert [each.key for each in caught.value.problems] == ["model.*", "optimizer.*", "app.*"]
+    assert [each.remedy[:10] for each in caught.value.problems] == ["give its o", "give its o", "give its n"]
+    checkpoint.load(tmp_path / "c", app, rename={r"^app\.": ""})
+
+
+def test_a_follower_is_not_advised_to_select(tmp_path):
+    app = of_a_run(5)
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, app, force=True)
+    model = of_a_run(5)["model"]
+    rename = {r"^model\.": ""}
+    for options in ({}, {"rename": rename}):
+        with pytest.raises(MismatchError) as caught:
+            checkpoint.Follower(tmp_path, model, **options).update()
+        assert "optimizer.*: found 16 keys" in str(caught.value)
+        assert "select=" not in str(caught.value) and 'Strictness(unexpected="ignore")' in str(caught.value)
+    follower = checkpoint.Follower(tmp_path, model, rename=rename, strict=Strictness(unexpected="ignore"))
+    assert follower.update().step == 1 and torch.equal(model["head"].weight, app["model"]["head"].weight)

@@ -229,7 +229,7 @@ def test_rules_that_take_a_parameter_out_of_its_optimizer_are_refused(tmp_path):
     rules = EVERYWHERE | {r"^optimizer\.state\.blocks\.1": "other.state.blocks.1"}
     problems = refused(tmp_path / "c", OPTIMIZERS["adamw"], rules)
     assert {"optimizer.state.blocks.1.bias", "optimizer.state.blocks.1.weight"} <= set(problems)
-    assert "other.state.blocks.1.bias.exp_avg" in problems
+    assert "other.*" in problems
 
 
 def test_without_groups_any_rule_that_fits_the_keys_will_do(tmp_path):
