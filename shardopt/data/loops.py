@@ -1,4 +1,4 @@
-"""The samplers whose loops are under way, for a save within one that does not save its position."""
+"""The samplers whose loops are under way, for a save in one that lacks its position; and where no loop can begin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from shardopt.errors import OptionError, Problem
 from shardopt.world import Thread, world
 
 _threads: WeakKeyDictionary[Any, Thread] = WeakKeyDictionary()
@@ -32,6 +33,21 @@ def forget_loop(sampler: Any) -> None:
     """Forgets a loop that has ended, but for where it did."""
     _threads.pop(sampler, None)
     _ended[sampler] = sampler.epoch, sampler.position
+
+
+def refuse_past_end(sampler: Any) -> None:
+    """Raises OptionError for a position that is set past the end of the epoch."""
+    size, position, batch = sampler.size, sampler.position, sampler.batch_size
+    batches = size // batch if sampler.drop_last else -(-size // batch)
+    if 0 <= position <= max(size, batches * batch):  # programs may count the last batch as a full one
+        return
+    remedy = (
+        f"set the epoch too: epochs, batches = divmod({position} // {batch}, {batches}); "
+        f"data.epoch, data.position = data.epoch + epochs, batches * {batch}"
+    )
+    problem = Problem("position", f"{position}", f"0 to {size}, the samples of the epoch", remedy)
+    where = f"{'past' if position > 0 else 'before'} the {size} samples of the epoch"
+    raise OptionError(f"position {position} is {where}", [problem], code="data-position")
 
 
 def samplers_in_loops() -> list[Any]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from shardopt.data.loops import forget_loop, note_loop
+from shardopt.data.loops import forget_loop, note_loop, refuse_past_end
 from shardopt.data.workers import shield_if_listening
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.ranks import refuse_lone_processes
@@ -82,8 +82,7 @@ class ResumableSampler:
         self.size, self.batch_size, self.seed = size, batch_size, seed
         self._made_with, self.has_run = batch_size, False  # with a loop or a load: what is set then, the run has set
         self.shuffle, self.drop_last = shuffle, drop_last
-        self.epoch = 0
-        self.position = 0
+        self.epoch = self.position = 0
         self._begun: tuple[int] | None = None  # the position at which the loop that runs over `through` began
         self._drawn_from: tuple[int, ...] | None = None  # where the batches begin that were drawn last
         self._is_awaited = False  # whether `through` waits for the first batch of what it opened
@@ -160,7 +159,7 @@ class ResumableSampler:
 
         Raises:
             OptionError: the batches of this DataLoader are not this sampler's, or come in another order than its own;
-                or `batch_size` was set meanwhile, and this loader gives batches of another.
+                or `batch_size` was set meanwhile, and this loader gives batches of another; `position` is past the end.
             MismatchError: the position was loaded meanwhile, and this loader gives the batches of another.
         """
         self._refuse_others_batches(loader)
@@ -259,6 +258,7 @@ class ResumableSampler:
         return {"size": self.size, "shuffle": self.shuffle}
 
     def _batches_from(self, position: int) -> int:
+        refuse_past_end(self)
         left = self.size - position
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import ConcatDataset, DataLoader
 
-from shardopt.data.loops import forget_loop, note_loop
+from shardopt.data.loops import forget_loop, note_loop, refuse_past_end
 from shardopt.data.mixture import MixtureSampler
 from shardopt.data.sampler import (
     ResumableSampler,
@@ -77,6 +77,7 @@ def position_of(loader: Any) -> ResumableSampler | None:
 
 def batches_left(at: ResumableSampler) -> int:
     """Returns the number of batches that are left of an epoch, the same on any number of ranks."""
+    refuse_past_end(at)
     left = at.size - at.position
     return left // at.batch_size if at.drop_last else -(-left // at.batch_size)
 

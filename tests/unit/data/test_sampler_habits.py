@@ -12,7 +12,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.data.sampler import deal
 from shardopt.errors import MismatchError, OptionError, RankError
-from shardopt.integrations.loader import ResumableLoader
+from shardopt.integrations.loader import ResumableLoader, batches_left
 from tests.harness import run_ranks
 
 SAMPLES = TensorDataset(torch.arange(40))
@@ -366,3 +366,34 @@ def test_a_loop_that_goes_on_where_another_was_left_is_told_of_once(caplog, is_l
         loop(2), loop(2)
     (line,) = caplog.messages
     assert line.startswith("this loop goes on in epoch 5 at sample 24, where the loop before it was left")
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_position_past_the_end_of_an_epoch_is_refused_with_the_one_that_is_meant(drop_last):
+    """That was the ValueError of a negative length."""
+    data = shardopt.ResumableSampler(42, batch_size=4, drop_last=drop_last)
+    loader = DataLoader(TensorDataset(torch.arange(42)), batch_sampler=data)
+    per_epoch = 10 if drop_last else 11
+    data.epoch, data.position = 1, 25 * 4
+    ours = ResumableLoader(torch.arange(42), batch_size=4, drop_last=drop_last)
+    ours.position.position = 25 * 4
+    for call in (
+        lambda: len(data),
+        lambda: len(loader),
+        lambda: next(iter(loader)),
+        lambda: next(data.through(loader)),
+        lambda: next(iter(ours)),
+        lambda: batches_left(data),
+    ):
+        with pytest.raises(OptionError, match="position 100 is past the 42 samples of the epoch") as caught:
+            call()
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.found, problem.required) == ("position", "100", "0 to 42, the samples of the epoch")
+    exec(problem.remedy.removeprefix("set the epoch too: "), {"data": data})
+    assert (data.epoch, data.position) == (3, (25 - 2 * per_epoch) * 4)
+    assert len(loader) == 3 * per_epoch - 25 == len([*data.through(loader)]) and (data.epoch, data.position) == (4, 0)
+    data.position = per_epoch * 4  # where a program counts the last batch as a full one
+    assert [*data.through(loader)] == [] and data.epoch == 5
+    data.position = -4
+    with pytest.raises(OptionError, match="position -4 is before the 42 samples"):
+        len(data)
