@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import xxhash
@@ -46,6 +47,8 @@ from shardopt.sharding.box import whole
 from shardopt.state.values import decode_value
 
 _MOST_LOOKED_INTO = 64  # of directories within one, the last by number and name
+_MOST_NAMED = 6  # of a run's steps, the last
+_OF_STEP = re.compile(r"(?:step[-_]?)?0*(\d+)(-b\d+)?")
 _UNFINISHED = "give another path: a save that was not finished is none"
 _MOST_LOOKS = 4
 """The number of attempts to read a manifest that is replaced between the look at its size and the read."""
@@ -209,7 +212,10 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
     names = storage.names()
     if not names:
         meant = _with_all_digits(storage)
-        return "nothing", "give another path" if meant is None else f"give {meant.url}, which is there"
+        return (
+            "nothing",
+            f"give another path{_steps_beside(storage)}" if meant is None else f"give {meant.url}, which is there",
+        )
     if any(name.endswith(".distcp") for name in names):
         return "files of torch.distributed.checkpoint without their .metadata", _UNFINISHED
     within = _checkpoints_within(storage, names)
@@ -222,7 +228,7 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
         return "a host's share of a checkpoint", remedy
     unfinished = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
     if unfinished and referred_in(storage):
-        remedy = "give another path, and leave these files where they are"
+        remedy = f"leave these files where they are, and give another path{_steps_beside(storage)}"
         return "files to which checkpoints beside it refer, of a checkpoint that was removed", remedy
     if unfinished:
         return f"{len(unfinished)} files of a save that was not finished", _UNFINISHED
@@ -237,6 +243,21 @@ def _with_all_digits(storage: Storage) -> Storage | None:
         return None
     meant = parent[0].child(f"step-{int(short[1]):08d}")
     return meant if meant.url != storage.url and meant.exists(MANIFEST_NAME) else None
+
+
+def _steps_beside(storage: Storage) -> str:
+    """Returns the end of a remedy that names the steps of a run, for a step that it does not have; "" elsewhere."""
+    parent = storage.parent()
+    if parent is None or not _OF_STEP.fullmatch(parent[1]):
+        return ""
+    steps = [(int(step[1]), step[0]) for step in map(_OF_STEP.fullmatch, parent[0].names()) if step is not None]
+    latest = (name for _, name in sorted(steps, reverse=True)[:_MOST_LOOKED_INTO])
+    names = [*islice((name for name in latest if parent[0].child(name).exists(MANIFEST_NAME)), _MOST_NAMED + 1)]
+    if not names:
+        return ""
+    told = ", ".join(_OF_STEP.sub(r"\1\2", name) for name in reversed(names[:_MOST_NAMED]))
+    which = f"step {told}" if len(names) == 1 else f"steps {'…, ' if len(names) > _MOST_NAMED else ''}{told}"
+    return f": the run there has {which}; retention may have removed this one, or it was not saved"
 
 
 def _checkpoints_within(storage: Storage, names: Sequence[str]) -> list[str]:

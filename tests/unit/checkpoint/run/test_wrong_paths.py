@@ -264,7 +264,21 @@ def test_a_run_within_that_of_another_manager_is_not_taken_for_a_wrong_path(run,
 @pytest.mark.parametrize("short", ["step-9", "step-0009", "step_9", "9"])
 def test_a_step_whose_number_is_short_is_named(run, short):
     assert refused(run / short) == f"nothing / give {run}/step-00000009, which is there"
-    assert refused(run / "step-300") == "nothing / give another path"
+    assert refused(run / "step-300").startswith("nothing / give another path: ")
+
+
+def test_a_step_that_is_no_longer_there_is_told_with_those_that_are(run):
+    lost = "retention may have removed this one, or it was not saved"
+    for gone in ("step-00000010", "step-00000300"):  # the second one is an empty directory
+        assert refused(run / gone) == f"nothing / give another path: the run there has steps 9, 20, 100; {lost}"
+    url = "memory://wrong-paths/steps"
+    checkpoint.save(f"{url}/step-00000000", {"x": torch.ones(1)})
+    assert refused(f"{url}/step-00000010") == f"nothing / give another path: the run there has step 0; {lost}"
+    for step in (*range(5), "5-b2", 6):
+        if step:
+            checkpoint.save(f"{url}/step-0000000{step}", {"x": torch.ones(1)})
+    assert ": the run there has steps …, 1, 2, 3, 4, 5-b2, 6; " in refused(f"{url}/step-00000010")
+    assert refused(f"{url}/last") == refused(run / "last") == "nothing / give another path"
 
 
 def test_a_root_that_cannot_be_written_is_told_of_at_the_restore(run, caplog, monkeypatch):
