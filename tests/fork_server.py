@@ -46,7 +46,7 @@ PRELOADED = [
 ]
 _IN_USUAL_RUNS = tuple(PRELOADED)  # directories of tests may add others, of which a shared server does not know
 _START = threading.Lock()
-_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_SERVER: Any = forkserver._forkserver
 _shared: dict[str, Any] | None = None
 
 
