@@ -250,27 +250,43 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
 
 
 def _warn_of_forgotten(found: Found) -> None:
-    """Logs a warning of an optimizer with state that steps a module of an app without any optimizer. Local.
+    """Logs a warning of an optimizer with state that an app lacks, and that steps parameters of its modules. Local.
 
-    An app with an object that may hold one, or with what a `state_dict` of one has, is not told of.
+    It is looked for only where those of the app leave some that are trained, as a search of all objects takes long. An
+    app with an object that may hold one, or with what a `state_dict` of one has, is not told of.
     """
-    _in_apps.update(_optimizers(found).values())
+    own = _with_inner(_optimizers(found).values())
+    _in_apps.update(own)
     parts = {part for path, _ in found for part in path}
-    if _optimizers(found) or parts & {PARAM_GROUPS, STATE} or any(_may_hold_others(each) for _, each in found):
+    if parts & {PARAM_GROUPS, STATE} or any(_may_hold_others(each) for _, each in found):
         return
-    names = {id(each): join((*path, name)) for path, own in found for name, each in _trained_in(own)}
-    if not names:
+    stepped = {id(each) for optimizer in own for group in optimizer.param_groups for each in group["params"]}
+    modules = [(path, each) for path, each in found if isinstance(each, Module)]
+    named = [(path, name, each) for path, module in modules for name, each in module.named_parameters()]
+    left = [(path, name, each) for path, name, each in named if each.requires_grad and id(each) not in stepped]
+    if not left:
         return
     with none_frozen():
         others = [each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each)]
-    stepped = {id(own) for each in others for own in each.state}
-    if lacking := [name for own, name in names.items() if own in stepped]:
+    by_others = {id(each) for optimizer in others for each in optimizer.state}
+    if lacking := [(path, name) for path, name, each in left if id(each) in by_others]:
         _in_apps.update(others)  # once
         _log.warning(
-            "the app has no optimizer, and one that is not in it steps %d of its parameters, such as %s: a resumed run "
-            "would begin that one's state anew. Add it to the app under a key of its own [optimizer-state]",
-            *(len(lacking), lacking[0]),
+            "an optimizer that is not in the app steps %d parameters of it, such as %s: a resumed run would begin its "
+            "state anew. Add it under a key of its own [optimizer-state]",
+            *(len(lacking), join((*lacking[0][0], lacking[0][1]))),
         )
+
+
+def _with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Returns optimizers, those that they combine, and those that are their attributes."""
+    found: dict[int, Optimizer] = {}
+    ahead = [*optimizers]
+    while ahead:
+        if id(each := ahead.pop()) not in found:
+            found[id(each)] = each
+            ahead += [own for own in (*children_of(each), *vars(each).values()) if isinstance(own, Optimizer)]
+    return [*found.values()]
 
 
 def _warn_of_collisions(found: Found, _: int) -> bool:
@@ -360,11 +376,6 @@ def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Module):
         return [*value.parameters(), *value.buffers(), *shards_of(value)]
     return [value] if isinstance(value, Tensor) else []
-
-
-def _trained_in(value: Any) -> list[tuple[str, Tensor]]:
-    """Returns the parameters of a module that are trained, by name; of any other object none."""
-    return [pair for pair in value.named_parameters() if pair[1].requires_grad] if isinstance(value, Module) else []
 
 
 def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:
