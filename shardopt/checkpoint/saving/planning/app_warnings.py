@@ -10,6 +10,7 @@ Only rank 0 looks, while the others go on to what all ranks do: what it stumbles
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import sys
@@ -262,19 +263,28 @@ def _warn_of_forgotten(found: Found) -> None:
         return
     stepped = {id(each) for optimizer in own for group in optimizer.param_groups for each in group["params"]}
     modules = [(path, each) for path, each in found if isinstance(each, Module)]
-    named = [(path, name, each) for path, module in modules for name, each in module.named_parameters()]
-    left = [(path, name, each) for path, name, each in named if each.requires_grad and id(each) not in stepped]
+    named = {id(each): (each, (*path, name)) for path, module in modules for name, each in module.named_parameters()}
+    left = {id: path for id, (each, path) in named.items() if each.requires_grad and id not in stepped}
     if not left:
         return
+
+    def others() -> list[Optimizer]:
+        known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
+        return [each for each in known if any(id(own) in left for own in each.state)]
+
     with none_frozen():
-        others = [each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each)]
-    by_others = {id(each) for optimizer in others for each in optimizer.state}
-    if lacking := [(path, name) for path, name, each in left if id(each) in by_others]:
-        _in_apps.update(others)  # once
+        found_others = others()
+        if found_others:
+            found_others.clear()
+            gc.collect()  # those that nobody has any more, but for a schedule of theirs
+            found_others = others()
+    _in_apps.update(found_others)  # once
+    by_others = {id(each) for optimizer in found_others for each in optimizer.state}
+    if lacking := [path for id, path in left.items() if id in by_others]:
         _log.warning(
             "an optimizer that is not in the app steps %d parameters of it, such as %s: a resumed run would begin its "
             "state anew. Add it under a key of its own [optimizer-state]",
-            *(len(lacking), join((*lacking[0][0], lacking[0][1]))),
+            *(len(lacking), join(lacking[0])),
         )
 
 

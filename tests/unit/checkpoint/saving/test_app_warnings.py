@@ -73,13 +73,21 @@ def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind)
     assert line.startswith(FORGOTTEN.format("model"))
 
 
-@pytest.mark.parametrize("kind", ["no state", "others", "saved elsewhere", "its state", "in an object", "wrapped"])
-def test_an_app_that_lacks_no_optimizer_is_not_told_of(tmp_path, caplog, kind):
+@pytest.mark.parametrize(
+    "kind", ["no state", "others", "saved elsewhere", "its state", "in an object", "wrapped", "gone"]
+)
+def test_an_app_that_lacks_no_optimizer_is_not_told_of(tmp_path, caplog, monkeypatch, kind):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters()) if kind == "no state" else torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     app = {"model": nn.Linear(2, 1) if kind == "others" else model}
+    if kind == "gone":
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # else the search begins with a collection
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        schedule.itself = schedule  # as a closure over it
+        del schedule
+        optimizer = app["optimizer"] = torch.optim.Adam([model.bias])
     if kind == "its state":
         app["optimizer"] = optimizer.state_dict()
     if kind == "in an object":
