@@ -233,12 +233,13 @@ def test_metrics_of_a_step_that_is_not_kept_are_refused(tmp_path):
 
 def test_metrics_of_a_copy_that_waits_go_with_it(tmp_path, monkeypatch):
     """Of one that is left out for a newer one they used to stay in the mirror."""
-    may_go_on, upload = threading.Event(), copying.upload_files
-    monkeypatch.setattr(copying, "upload_files", lambda *args: may_go_on.wait(30) and upload(*args))
+    begun, may_go_on, upload = threading.Event(), threading.Event(), copying.upload_files
+    monkeypatch.setattr(copying, "upload_files", lambda *args: begun.set() or (may_go_on.wait(30) and upload(*args)))
     with checkpoint.Manager(tmp_path / "root", destinations=[checkpoint.Mirror(tmp_path / "copies")]) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
             manager.add_metrics(step, {"loss": 1.0 / step})
+            assert begun.wait(30)  # the first: one that waits is left out once a newer one waits behind it
         may_go_on.set()
         manager.wait()
     names = sorted(each.name for each in (tmp_path / "copies").iterdir() if each.name.startswith("step-"))
