@@ -12,6 +12,7 @@ import time
 import uuid
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]  # has no type hints
@@ -55,12 +56,13 @@ def main() -> None:
     fixed = ((2, 4), (2, 8), (8, 4), (8, 8), (8, 16), (16, 8), (32, 8))
     for mib, threads, widens in ((8, 8, True), *((*each, False) for each in fixed)):
         most = 24 if widens else threads
-        checking._FAR_SIZES = checking.ReadSizes(mib << 20, mib << 20, mib << 20, threads, most)
+        sizes = checking.ReadSizes(mib << 20, mib << 20, mib << 20, threads, most)
         seconds = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            read.fetch(requests)
-            seconds.append(time.perf_counter() - begin)
+        with mock.patch.object(checking, "_FAR_SIZES", sizes):
+            for _ in range(3):
+                begin = time.perf_counter()
+                read.fetch(requests)
+                seconds.append(time.perf_counter() - begin)
         print(
             f"| {mib} | {threads}{f' to {most}' if widens else ''} | {median(seconds):.2f} | "
             f"{4 * value.numel() / median(seconds) / 1e6:.0f} | {mib * most} |"

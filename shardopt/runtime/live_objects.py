@@ -11,12 +11,12 @@ from typing import Any
 def instances_of(kind: type) -> list[Any]:
     """Returns the instances of a class, and of classes derived from it.
 
-    All objects that the garbage collector knows are asked whether they refer to one of these classes, which takes a
-    twentieth of a second where there are a million. Those that are frozen are found within `none_frozen` alone.
+    All objects that the garbage collector knows are looked at, which takes a tenth of a second where there are two
+    million. Those that are frozen are found within `none_frozen` alone.
     """
     kinds = _with_subclasses(kind)
-    # Not all objects in a list, which would write to each of them: in a forked process that copies its memory.
-    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
+    # `gc.get_referrers` compares what each object refers to with each class: ten times as long with a hundred classes.
+    return [each for each in gc.get_objects() if type(each) in kinds]
 
 
 @contextmanager
