@@ -63,6 +63,8 @@ from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
+_MAPPINGS = (dict, Mapping)  # a dict is found at once; to ask an abstract class takes as long as all else of a leaf
+_CONTAINERS = (*_MAPPINGS, list, tuple)
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 
@@ -118,13 +120,13 @@ def _descend_container(
     node: Any, path: Path, replace: Callable[[Any], None], within: bool | None, flat: FlatState
 ) -> None:
     """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
-    has_places = isinstance(node, Mapping | list | tuple) and holds_tensors(node)
+    has_places = isinstance(node, _CONTAINERS) and holds_tensors(node)
     if within is not False:
         replace = partial(put, node, replace, flat.filled)
     if path and not (has_places or isinstance(node, PerRank)):
         _add_plain(flat, path, node, replace, within)
     is_of_app = within is None and not isinstance(node, Counter) and node
-    if isinstance(node, Mapping) and (has_places or not path or is_of_app):
+    if isinstance(node, _MAPPINGS) and (has_places or not path or is_of_app):
         _check_mapping(node, path, flat)
         flat.noted += noted_at(path, node)
         for part, child in node.items():
@@ -279,9 +281,9 @@ def _shallow(node: Any, seen: set[int]) -> Any:
                 return node.clone()
             seen.add(id(node))
         return node
-    if isinstance(node, Mapping):
-        # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
-        copied = copy.copy(node) if isinstance(node, dict) else dict(node)
+    if isinstance(node, _MAPPINGS):
+        # A copy of a module's state dict keeps what rides on it as an attribute: its version notes.
+        copied = copy.copy(node) if isinstance(node, dict) and type(node) is not dict else dict(node)
         for part, child in node.items():
             copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
         return copied
@@ -298,9 +300,9 @@ def _shallow(node: Any, seen: set[int]) -> Any:
 
 def holds_tensors(node: Any) -> bool:
     """Whether it contains a tensor, a per-rank value or a stateful object."""
-    if isinstance(node, torch.Tensor | PerRank | np.ndarray):
+    if isinstance(node, (torch.Tensor, PerRank, np.ndarray)):
         return True
-    if isinstance(node, Mapping):
+    if isinstance(node, _MAPPINGS):
         return any(map(holds_tensors, node.values()))
     if isinstance(node, list | tuple):
         return any(map(holds_tensors, node))
@@ -323,7 +325,7 @@ def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
 
 
 def _check_mapping(node: Mapping[Any, Any], path: Path, flat: FlatState) -> None:
-    if not isinstance(node, MutableMapping):
+    if not isinstance(node, (dict, MutableMapping)):
         found = f"a {type(node).__name__}"
         problem = Problem(join(path) or "app", found, "a dict, which can be loaded into", "use one")
         raise StateError("state must be in dicts", [problem])
@@ -343,7 +345,10 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
         path = _named(path, flat)
         if _is_added_to_tied(flat, path, alias_path, value, replace):
             return
-    key = ".".join(map(str, path))  # as `join`, for each leaf
+    try:
+        key = ".".join(path)  # type: ignore[arg-type]  # nearly all parts are str
+    except TypeError:
+        key = join(path)
     if key in flat.leaves:
         actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
         raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])

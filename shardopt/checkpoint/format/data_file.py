@@ -13,6 +13,7 @@ from shardopt.checkpoint.format.constants import (
     ALIGNMENT_BYTES,
     CHECKSUMS_PREFIX,
     HEADER_LIMIT_BYTES,
+    SEGMENT_BYTES,
     Dtype,
     all_sizes,
     damaged,
@@ -102,20 +103,20 @@ def parse_header(header: bytes, file_bytes: int, where: str, wanted: Collection[
     numbers: list[Any] = []
     length = offset = len(header)
     segments = 0
-    for key, info in table.items():
-        try:
+    make, of = tuple.__new__, Entry  # fast, for the tens of thousands that a large model has
+    try:
+        for key, info in table.items():
             dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
-            fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
+            if type(dtype) is not str or begin + length != offset or not begin <= end < 2**63:
+                raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
             numbers += begin, end, *shape
-        except (KeyError, TypeError, ValueError):
-            raise damaged(where, f"a malformed entry for {key!r}") from None
-        if not fits:
-            raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
-        offset = end + length
-        if wanted is None or key in wanted or key == checksums:
-            key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
-            entries[key] = tuple.__new__(Entry, (key, dtype, tuple(shape), begin + length, offset, segments))
-        segments += segment_count(end - begin)
+            offset = end + length
+            if wanted is None or key in wanted or key == checksums:
+                key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
+                entries[key] = make(of, (key, dtype, tuple(shape), begin + length, offset, segments))
+            segments -= (begin - end) // SEGMENT_BYTES  # as `segment_count`
+    except (KeyError, TypeError, ValueError):
+        raise damaged(where, f"a malformed entry for {key!r}") from None
     if not all_sizes(numbers):
         raise damaged(where, "a shape or offset that is no size")
     last = entries.get(checksums)
