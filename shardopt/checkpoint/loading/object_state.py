@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -174,12 +175,13 @@ class StateOfObject:
         if strictness.unexpected == "raise" and len(keys) < len(self.there):
             keys += self._belonging([key for key in self.there if key not in own])
         may_lack = strictness.missing != "raise" or not self.names.chosen.issuperset(own)
+        outline = cache(partial(torch.empty, device="meta"))  # one for all alike: to make it takes microseconds
         described: dict[Path, Any] = {}
         if may_lack:
             described |= {at[root:]: leaf.value for leaf in own.values() for at in leaf.paths_here}
         for key in keys:
             for at in (key in own and own[key].names_here) or [self._path_here(key)]:
-                described[at[root:]] = self._description(key, own.get(key), strictness)
+                described[at[root:]] = self._description(key, own.get(key), strictness, outline)
         if target.plain_names:
             own_names: dict[str | int, str] = {plain: name for name, plain in target.plain_names.items()}
             described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
@@ -192,14 +194,16 @@ class StateOfObject:
                 state[PARAM_GROUPS] = groups
         return state
 
-    def _description(self, key: str, leaf: Leaf | None, strictness: Strictness) -> Any:
+    def _description(
+        self, key: str, leaf: Leaf | None, strictness: Strictness, outline: Callable[..., torch.Tensor]
+    ) -> Any:
         tensor = self.names.manifest.tensors.get(key)
         if tensor is None:
             return self.names.manifest.values[key][1] if key in self.names.manifest.values else None
         dtype = TORCH_DTYPES[tensor.dtype.name]
         if strictness.dtype == "cast" and leaf is not None and isinstance(leaf.value, torch.Tensor):
             dtype = leaf.value.dtype if can_cast(dtype, leaf.value.dtype) else dtype
-        return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
+        return outline(tensor.layout.shape, dtype=dtype)
 
     def _groups(self, groups: Groups, may_lack: bool) -> list[Any] | None:
         """Returns the groups of the object's state with the stored options; None if none are stored.
