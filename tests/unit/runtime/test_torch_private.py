@@ -327,10 +327,29 @@ def test_a_search_for_ddp_leaves_no_garbage_among_what_is_frozen():
         assert is_alive() is None and gc.get_freeze_count()
 
 
+class Unhashable(type):
+    """A metaclass that compares its classes by what they say."""
+
+    def __eq__(cls, other):
+        raise AssertionError("compared")
+
+
+class OfUnhashable(metaclass=Unhashable):
+    """A class without a hash."""
+
+
+def test_a_search_for_ddp_passes_by_objects_whose_class_has_no_hash():
+    with fake_rank(0, 1):
+        module, other = torch.nn.Linear(1, 1), OfUnhashable()
+        wrapped = torch.nn.parallel.DistributedDataParallel(module)
+        assert gc.is_tracked(other) and reduced_by_ddp(wrapped.parameters())
+
+
 def test_without_a_process_group_nothing_is_searched_for_ddp(monkeypatch):
-    for name in ("collect", "get_referrers", "unfreeze"):  # which take seconds in a process of many objects
-        monkeypatch.setattr(gc, name, None)
-    assert not reduced_by_ddp(torch.nn.Linear(1, 1).parameters())
+    with monkeypatch.context() as patches:
+        for name in ("collect", "get_objects", "unfreeze"):  # which take seconds in a process of many objects
+            patches.setattr(gc, name, None)
+        assert not reduced_by_ddp(torch.nn.Linear(1, 1).parameters())
 
 
 def test_modules_of_fully_shard_are_listed_also_where_they_are_frozen():
