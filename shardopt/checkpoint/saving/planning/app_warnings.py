@@ -268,9 +268,10 @@ def _warn_of_forgotten(found: Found) -> None:
     if not left:
         return
 
-    def others() -> list[Optimizer]:
+    def others() -> dict[int, Optimizer]:
+        """Returns optimizers by the ids of what they have state of: where one has only looked for some, it is empty."""
         known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
-        return [each for each in known if any(id(own) in left for own in each.state)]
+        return {id(own): each for each in known for own, state in each.state.items() if id(own) in left and state}
 
     with none_frozen():
         found_others = others()
@@ -278,9 +279,8 @@ def _warn_of_forgotten(found: Found) -> None:
             found_others.clear()
             gc.collect()  # those that nobody has any more, but for a schedule of theirs
             found_others = others()
-    _in_apps.update(found_others)  # once
-    by_others = {id(each) for optimizer in found_others for each in optimizer.state}
-    if lacking := [path for id, path in left.items() if id in by_others]:
+    _in_apps.update(found_others.values())  # once
+    if lacking := [path for id, path in left.items() if id in found_others]:
         _log.warning(
             "an optimizer that is not in the app steps %d parameters of it, such as %s: a resumed run would begin its "
             "state anew. Add it under a key of its own [optimizer-state]",

@@ -74,13 +74,15 @@ def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind)
 
 
 @pytest.mark.parametrize(
-    "kind", ["no state", "others", "saved elsewhere", "its state", "in an object", "wrapped", "gone"]
+    "kind", ["no state", "empty state", "others", "saved elsewhere", "its state", "in an object", "wrapped", "gone"]
 )
 def test_an_app_that_lacks_no_optimizer_is_not_told_of(tmp_path, caplog, monkeypatch, kind):
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters()) if kind == "no state" else torch.optim.Adam(model.parameters())
+    optimizer = (torch.optim.SGD if kind in ("no state", "empty state") else torch.optim.Adam)(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
+    if kind == "empty state":  # as of one that looks for some
+        assert not any(optimizer.state[each] for each in model.parameters())
     app = {"model": nn.Linear(2, 1) if kind == "others" else model}
     if kind == "gone":
         monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)  # else the search begins with a collection
