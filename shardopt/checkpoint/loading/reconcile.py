@@ -271,7 +271,8 @@ def _select_of_both(names: Names) -> str:
     entries = sorted(entries_of(keys))
     if len(entries) > _FEW_ENTRIES or names.manifest.tensors.keys().isdisjoint(keys):
         return ""
-    regex = entries[0] if len(entries) == 1 else f"({'|'.join(map(re.escape, entries))})"
+    regex = "|".join(map(re.escape, entries))
+    regex = regex if len(entries) == 1 else f"({regex})"
     return rf'to load only what both have, pass select=r"^{regex}(\.|$)"; '
 
 

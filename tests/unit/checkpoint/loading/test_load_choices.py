@@ -378,6 +378,15 @@ def test_a_head_that_does_not_fit_is_told_of_before_what_the_app_lacks(tmp_path)
     assert "optimizer.state.body.weight.exp_avg" in report.unexpected
 
 
+def test_the_regex_of_what_both_have_is_of_their_names_also_of_a_single_one(tmp_path):
+    checkpoint.save(tmp_path / "c", {"model (1": {"x": torch.ones(1)}, "other": {"y": 1, "z": 2}})
+    app = {"model (1": {"x": torch.zeros(1)}}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "c", app)
+    (regex,) = re.findall(r'select=r"(.*?)"', str(caught.value))
+    assert checkpoint.load(tmp_path / "c", app, select=regex).loaded == ("model (1.x",)
+
+
 def test_what_has_another_name_is_renamed_and_not_selected(tmp_path):
     """All under one prefix, as what DCP saved of an object "app"."""
     saved = of_a_run(5)
