@@ -15,7 +15,7 @@ from shardopt.checkpoint.run.branches import Branches, CheckpointId, parse_id
 from shardopt.checkpoint.run.metrics import noted_of
 from shardopt.checkpoint.run.retention import Retention, metric_problem, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.own import manifest_in
 from shardopt.checkpoint.sources.reading.checking import sizes_for
 from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -168,7 +168,10 @@ def look_at(storage: Storage, verify_bytes: bool = False) -> Listed:
     condition: Condition
     try:
         with wrap_os_errors(f"look into {storage.url}"):
-            manifest, _ = read_manifest(storage)
+            found = manifest_in(storage)
+            if found is None:
+                return Listed(storage.url, "unfinished")
+            manifest, _ = found
             metrics = noted_of(storage).metrics
             problems = [*_missing_or_cut(manifest, storage)]
             if problems and not storage.exists(MANIFEST_NAME):  # it was removed meanwhile, as by retention

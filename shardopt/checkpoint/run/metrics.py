@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.run.root import record_in
-from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.own import manifest_in
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, UnreadableError
+from shardopt.errors import CorruptionError, UnreadableError
 
 _log = logging.getLogger("shardopt.checkpoint")
 _told: set[str] = set()  # URLs of damaged files, which removals read each time
@@ -43,10 +43,10 @@ def noted_of(checkpoint: Storage) -> Noted:
     Raises:
         CheckpointError: what should have them cannot be read. CorruptionError: it is damaged.
     """
-    try:
-        manifest, _ = read_manifest(checkpoint)
-    except CheckpointNotFoundError:
+    found = manifest_in(checkpoint)
+    if found is None:
         return Noted(None, {})
+    manifest, _ = found
     own = _metrics_of_file(checkpoint) if manifest.metrics is None else manifest.metrics
     return Noted(manifest.saved_at, {**own, **added_to(checkpoint, manifest.save_id)}, manifest.save_id)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, save_id_in
-from shardopt.checkpoint.sources.own import read_manifest
+from shardopt.checkpoint.sources.own import manifest_in
 from shardopt.checkpoint.sources.referred import (
     References,
     leftovers_in,
@@ -16,7 +16,7 @@ from shardopt.checkpoint.sources.referred import (
     require_readable,
 )
 from shardopt.checkpoint.storage import Storage, is_temporary
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, Problem
+from shardopt.errors import CheckpointError, Problem
 from shardopt.world import world
 
 _FEW_FILES = 16  # that are removed one after the other
@@ -58,10 +58,8 @@ def remove_leftovers(storage: Storage, seconds: float) -> None:
 
 def committed_id(storage: Storage) -> str | None:
     """Returns the id of the committed save; None if there is none."""
-    try:
-        return read_manifest(storage)[0].save_id
-    except CheckpointNotFoundError:
-        return None
+    found = manifest_in(storage)
+    return None if found is None else found[0].save_id
 
 
 def remove_checkpoint(storage: Storage) -> None:

@@ -192,10 +192,16 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
         CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
         CorruptionError, FormatError: it is damaged, or for a newer reader.
     """
-    data = manifest_bytes(storage)
-    if data is None:
+    found = manifest_in(storage)
+    if found is None:
         raise not_found(storage)
-    return decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}"), data
+    return found
+
+
+def manifest_in(storage: Storage) -> tuple[Manifest, bytes] | None:
+    """As `read_manifest`; None where it finds none, which takes no look at what is there instead."""
+    data = manifest_bytes(storage)
+    return None if data is None else (decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}"), data)
 
 
 def _what_is_at(storage: Storage) -> tuple[str, str]:

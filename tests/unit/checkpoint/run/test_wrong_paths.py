@@ -10,7 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from shardopt import checkpoint
-from shardopt.checkpoint.storage import LocalStorage, direct
+from shardopt.checkpoint.run.listing import look_at
+from shardopt.checkpoint.run.metrics import noted_of
+from shardopt.checkpoint.saving.removal import committed_id
+from shardopt.checkpoint.storage import LocalStorage, direct, storage_of
 from shardopt.cli import main
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, FormatError, NoSpaceError
 from tests.harness import Fault
@@ -279,6 +282,15 @@ def test_a_step_that_is_no_longer_there_is_told_with_those_that_are(run):
             checkpoint.save(f"{url}/step-0000000{step}", {"x": torch.ones(1)})
     assert ": the run there has steps …, 1, 2, 3, 4, 5-b2, 6; " in refused(f"{url}/step-00000010")
     assert refused(f"{url}/last") == refused(run / "last") == "nothing / give another path"
+
+
+def test_what_only_asks_whether_a_step_is_there_looks_for_no_others(run, monkeypatch):
+    looked = []
+    monkeypatch.setattr(LocalStorage, "names", lambda self: looked.append(self.url) or [])
+    gone = storage_of(run / "step-00000300")
+    assert look_at(gone).condition == "unfinished"
+    assert (committed_id(gone), noted_of(gone).save_id) == (None, None)
+    assert not looked
 
 
 def test_a_root_that_cannot_be_written_is_told_of_at_the_restore(run, caplog, monkeypatch):
