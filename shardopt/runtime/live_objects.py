@@ -36,4 +36,5 @@ def none_frozen() -> Iterator[None]:
 
 
 def _with_subclasses(kind: type) -> list[type]:
-    return [kind, *(each for derived in type.__subclasses__(kind) for each in _with_subclasses(derived))]
+    derived: list[type] = type.__subclasses__(kind)
+    return [kind, *(own for each in derived for own in _with_subclasses(each))]

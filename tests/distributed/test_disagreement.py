@@ -155,8 +155,9 @@ def load_keys_and_entries(path, keys, entries):
 
 def test_a_key_that_no_rank_has_is_told_once_with_what_single_ranks_miss(tmp_path):
     checkpoint.save(tmp_path / "c", {key: torch.ones(2) for key in "abc"})
-    checkpoint.save(tmp_path / "entries", {key: torch.ones(2) for key in ("a.0", "b.0", "b.1", "c.0", "c.1", "d.0")})
-    entries = [["a.0", "x.0"], ["a.0", "b.2"], ["a.0", "x.1"]]
+    stored = ("a.0", "b.0", "b.1", "c.0", "c.1", "d.0", "e.0", "e.1", "e.2")
+    checkpoint.save(tmp_path / "entries", {key: torch.ones(2) for key in stored})
+    entries = [["a.0", "x.0"], ["a.0", "b.2"], ["a.0", "x.1", "e.0"]]
     outcomes = run_ranks(3, load_keys_and_entries, str(tmp_path), ["ax", "b", "bx"], entries)
     problems, message, (of_entries, _) = outcomes[0]
     assert problems == [
@@ -164,15 +165,32 @@ def test_a_key_that_no_rank_has_is_told_once_with_what_single_ranks_miss(tmp_pat
         ("c", "a tensor of float32 [2] in the checkpoint"),
     ]
     assert "the checkpoint does not fit the app; nothing was changed" in message
-    assert of_entries == [  # "x" has keys on two ranks, and "b" is there on one
+    assert of_entries == [  # "x" has keys on two ranks, and "b" and "e" are there on one
         ("b.2", "nothing in the checkpoint (on rank 1)"),
         ("b.0", "a tensor of float32 [2] in the checkpoint"),
         ("b.1", "a tensor of float32 [2] in the checkpoint"),
+        ("e.1", "a tensor of float32 [2] in the checkpoint"),
+        ("e.2", "a tensor of float32 [2] in the checkpoint"),
         ("x.*", "nothing in the checkpoint"),
         ("c.*", "2 keys in the checkpoint, such as c.0"),
         ("d.0", "a tensor of float32 [2] in the checkpoint"),
     ]
     assert outcomes[1:] == outcomes[:1] * 2
+
+
+def load_stages(path, mine):
+    app = {key: torch.zeros(2) for key in mine[dist.get_rank()]}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(path, app)
+    (regex,) = {*re.findall(r'select=r"(.*?)"', str(caught.value))}
+    return checkpoint.load(path, app, select=regex).loaded
+
+
+@pytest.mark.parametrize("mine", [(["a"], ["b"]), (["a", "x.0", "x.1"], ["a"], ["a", "b", "c.0", "c.1"])])
+def test_a_regex_of_what_both_have_names_what_any_rank_has(tmp_path, mine):
+    checkpoint.save(tmp_path / "c", {key: torch.ones(2) for key in ("a", "b", "c.0", "c.1")})
+    outcomes = run_ranks(len(mine), load_stages, str(tmp_path / "c"), mine)
+    assert outcomes == [tuple(key for key in own if key[0] != "x") for own in mine]
 
 
 def load_adapters(path, mine, missing):

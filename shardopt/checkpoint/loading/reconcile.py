@@ -126,6 +126,7 @@ def reconcile(
         return [
             describe(MismatchError("", _causes_first(match.problems)), ranks.size) if is_first else None,
             _pack(match.unexpected, stored) if sends_keys else None,
+            _shared(names) if is_first or sends_keys else None,
         ]
 
     def merge(reports: Sequence[Any]) -> dict[str, Any]:
@@ -144,14 +145,18 @@ def reconcile(
             lists = (_unpack(reports[group[0]][1], stored) for group in with_keys)
             expected_by_none = set.intersection(*map(set, lists))
         unexpected = [key for key in match.unexpected if key in expected_by_none]
+        told_shared = [each[2] for each in reports if each[2] is not None]
+        shared = {entry for entries, _ in told_shared for entry in entries}
+        if not with_keys:  # some rank expects all
+            shared = entries_of(_stored_keys(names))
         return {
             "problems": [asdict(problem) for problem in told],
             "left_out": left_out,
             "failed": len(failed),
             "where": names_of(failed) if failed else "",
             "unexpected": _pack(unexpected, stored),
-            "own": sorted(entries_of(unexpected) & entries_of(names.chosen)),
-            "select": _select_of_both(names),
+            "own": sorted(entries_of(unexpected) & (shared | entries_of(names.chosen))),
+            "select": _select_of(sorted(shared)) if any(has_tensors for _, has_tensors in told_shared) else "",
         }
 
     _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
@@ -265,11 +270,15 @@ def _of_entry(entry: str, group: Sequence[Problem], is_unexpected: bool, is_cut:
     return replace(group[0], key=f"{entry}.*", found=found, required=f"{count}{' or more' if is_cut else ''}{such}")
 
 
-def _select_of_both(names: Names) -> str:
-    """Returns the remedy of a load of only those entries of which both sides have keys; "" if that were no tensors."""
+def _shared(names: Names) -> tuple[list[str], bool]:
+    """Returns the entries of which this rank and the checkpoint both have keys, and whether some are of tensors."""
     keys = [key for key in _stored_keys(names) if key in names.chosen]
-    entries = sorted(entries_of(keys))
-    if len(entries) > _FEW_ENTRIES or names.manifest.tensors.keys().isdisjoint(keys):
+    return sorted(entries_of(keys)), not names.manifest.tensors.keys().isdisjoint(keys)
+
+
+def _select_of(entries: Sequence[str]) -> str:
+    """Returns the remedy of a load of only these entries, which both sides have; "" for too many to name."""
+    if len(entries) > _FEW_ENTRIES:
         return ""
     regex = "|".join(map(re.escape, entries))
     regex = regex if len(entries) == 1 else f"({regex})"
