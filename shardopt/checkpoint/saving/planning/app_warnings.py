@@ -28,7 +28,7 @@ from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_o
 from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
 from shardopt.checkpoint.saving.planning.in_eval import Layers, LayersInEval
 from shardopt.data.workers import warn_of_workers
-from shardopt.runtime.live_objects import instances_of, none_frozen
+from shardopt.runtime.live_objects import instances_of
 from shardopt.runtime.torch_gradients import shards_of
 from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
 from shardopt.state.names import ParameterNames
@@ -253,8 +253,9 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
 def _warn_of_forgotten(found: Found) -> None:
     """Logs a warning of an optimizer with state that an app lacks, and that steps parameters of its modules. Local.
 
-    It is looked for only where those of the app leave some that are trained, as a search of all objects takes long. An
-    app with an object that may hold one, or with what a `state_dict` of one has, is not told of.
+    It is looked for only where those of the app leave some that are trained, as a search of all objects takes long; not
+    among those that `gc.freeze` keeps out of collections, as what is alive would be frozen with them after it. An app
+    with an object that may hold one, or with what a `state_dict` of one has, is not told of.
     """
     own = _with_inner(_optimizers(found).values())
     _in_apps.update(own)
@@ -273,12 +274,11 @@ def _warn_of_forgotten(found: Found) -> None:
         known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
         return {id(own): each for each in known for own, state in each.state.items() if id(own) in left and state}
 
-    with none_frozen():
+    found_others = others()
+    if found_others:
+        found_others.clear()
+        gc.collect()  # those that nobody has any more, but for a schedule of theirs
         found_others = others()
-        if found_others:
-            found_others.clear()
-            gc.collect()  # those that nobody has any more, but for a schedule of theirs
-            found_others = others()
     _in_apps.update(found_others.values())  # once
     if lacking := [path for id, path in left.items() if id in found_others]:
         _log.warning(
