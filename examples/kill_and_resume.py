@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from compare_runs import compare_losses, differing_keys, read_losses, table
-from draw_runs import draw
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardopt import checkpoint
@@ -70,6 +69,8 @@ def main() -> int:
 
 
 def compare_on_fewer(whole: Path, resumed: Path, steps: int, save_every: int) -> bool:
+    from draw_runs import draw  # with matplotlib, which those who take other functions from here need not import
+
     comparison = compare_losses(whole, resumed)
     say(table(comparison, lambda line: line.step in (1, steps) or line.step % save_every == 0))
     draw(whole, resumed, TOLERANCE, OUT / "loss.png")
