@@ -14,6 +14,8 @@ from shardopt import EMA, checkpoint
 from shardopt.errors import StateError
 from tests.harness import run_ranks
 
+RANKS_STAY = True
+
 WIDE = 300_000  # channels: running statistics that would be cut between their holders
 
 

@@ -21,6 +21,8 @@ from shardopt.ranks import SharedGroup
 from tests.harness import Fault, run_ranks
 from tests.unit.checkpoint.saving.test_async_failures import Injected, each_call, first_of_each, small_app
 
+RANKS_STAY = True
+
 RANKS = 2
 NEVER = 300.0  # a deadline that no test waits for
 
@@ -414,14 +416,15 @@ def test_a_forked_child_is_refused_at_once_and_its_parent_goes_on(tmp_path):
 
 def save_to_own_disks(root):
     """Where the directories are there, and where they are not; and then to one that is shared."""
-    marker._LOOK_SECONDS = 0.3
     errors = []
-    for name in ("there", "new"):
-        url = f"{root}/disk-{dist.get_rank()}/{name}"
-        if name == "there":
-            os.makedirs(url)
-        errors.append(raised(lambda url=url: checkpoint.save(url, {"x": torch.ones(3)})))
-    checkpoint.save(f"{root}/shared", {"x": torch.ones(3)})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(marker, "_LOOK_SECONDS", 0.3)
+        for name in ("there", "new"):
+            url = f"{root}/disk-{dist.get_rank()}/{name}"
+            if name == "there":
+                os.makedirs(url)
+            errors.append(raised(lambda url=url: checkpoint.save(url, {"x": torch.ones(3)})))
+        checkpoint.save(f"{root}/shared", {"x": torch.ones(3)})
     return errors
 
 

@@ -18,6 +18,8 @@ from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix
 from tests.harness import run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 MIB = 1 << 20
 
 
@@ -115,8 +117,9 @@ def load_and_list_files(path):
         opened.append(number)
         return open_one(self, number, keys)
 
-    OwnSource.open_file = listing
-    report = checkpoint.load(path, replicated(filled=False), share_reads="always")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OwnSource, "open_file", listing)
+        report = checkpoint.load(path, replicated(filled=False), share_reads="always")
     assert report.bytes_wanted == 12 * MIB
     return opened
 
@@ -168,20 +171,17 @@ def load_and_break_on_rank_1(path, broken_method):
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.5)
     optimizer.init_state()
-    if dist.get_rank() == 1:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
 
-        def broken(*unused):
-            raise LookupError("no part")
+            def broken(*unused):
+                raise LookupError("no part")
 
-        owner = (
-            BroadcastReads
-            if broken_method == "own_pieces"
-            else importlib.import_module("shardopt.checkpoint.loading.load")
-        )
-        setattr(owner, broken_method, broken)
-    weight.grad = torch.ones(3)
-    with pytest.raises(RankError) as caught:
-        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, share_reads="always")
+            load = importlib.import_module("shardopt.checkpoint.loading.load")
+            patch.setattr(BroadcastReads if broken_method == "own_pieces" else load, broken_method, broken)
+        weight.grad = torch.ones(3)
+        with pytest.raises(RankError) as caught:
+            checkpoint.load(path, {"w": weight, "optimizer": optimizer}, share_reads="always")
     try:
         optimizer.step()
     except PartialLoadError:

@@ -19,6 +19,8 @@ from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
+RANKS_STAY = True
+
 
 @pytest.fixture
 def roots(tmp_path):
