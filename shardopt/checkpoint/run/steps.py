@@ -114,7 +114,10 @@ class Steps:
         self._after.prepare(id, in_turn=True)
         if self._tiers is not None and not at_root:
             urls = [*self._tiers.urls(id), *urls]
-        return self._save(id, urls, app, metrics, terms, self._stage)
+        saved = self._save(id, urls, app, metrics, terms, self._stage)
+        if self._run.ranks.rank == 0:
+            self.warnings.of_stored(app)
+        return saved
 
     def save_and_leave(
         self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop
@@ -136,6 +139,8 @@ class Steps:
                     terms = replace(terms, in_eval=self.warnings.of_saved(step, app))
                 self._after.prepare(id, in_turn=False)
                 self._save(id, [self._run.root.checkpoint(id).url], app, metrics, terms, None, raise_earlier=False)
+                if self._run.ranks.rank == 0:
+                    self.warnings.of_stored(app)
         finally:
             for failure in filter(None, earlier):
                 _log.error("failed before the stop was requested: %s", failure)

@@ -1,45 +1,44 @@
 """Tells of what in a run's app would make a resume train otherwise than the run did.
 
-A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha:
-their moments are saved, and their values are not, so that a resume would give the moments to new values. And parameters
-that are frozen and were not, or were and are not, and likewise layers in `eval()`: what the script freezes or unfreezes
-once, at a step before the restored one, a resumed run has as it was made.
+A step that is not the saved one. Parameters that nothing in the app holds, such as a criterion's or SAC's log_alpha
+(`unheld.py`): their moments are saved, and their values are not, so that a resume would give the moments to new values.
+And parameters that are frozen and were not, or were and are not, and likewise layers in `eval()`: what the script
+freezes or unfreezes once, at a step before the restored one, a resumed run has as it was made.
 
 Only rank 0 looks, while the others go on to what all ranks do: what it stumbles over ends no training.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.reports import LoadReport
-from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
+from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
 from shardopt.checkpoint.saving.planning.in_eval import Layers, LayersInEval
+from shardopt.checkpoint.saving.planning.unheld import (
+    Found,
+    may_hold_others,
+    note_optimizers,
+    objects_in,
+    optimizers_in,
+    warn_of_forgotten,
+    warn_of_unheld,
+)
 from shardopt.data.workers import warn_of_workers
-from shardopt.runtime.live_objects import instances_of
-from shardopt.runtime.torch_gradients import shards_of
 from shardopt.state.fused_kernels import counts_steps, has_counted, has_other_rate, kernels_in
 from shardopt.state.names import ParameterNames
-from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
-from shardopt.state.state import PerRank, RestoreTarget, is_stateful
-
-# Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
-_RESTORE_NONE = (
-    *("torch.optim", "torch.amp", "torch.utils.data", "torchdata"),
-    *("shardopt.optim", "shardopt.data", "shardopt.integrations.loader"),
-)
+from shardopt.state.paths import PARAM_GROUPS, join
+from shardopt.state.state import RestoreTarget
 
 # Names that programs give to the count of their steps; max_steps, best_step or skipped_steps may well stay.
 _COUNTER = re.compile(
@@ -50,12 +49,6 @@ _COUNTER = re.compile(
 
 _saves_rates: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
 """Whether an optimizer saved its groups when it was saved last: its `state_dict` may communicate, so none is made."""
-
-_in_apps: WeakSet[Optimizer] = WeakSet()
-"""The optimizers in the apps of all runs of this process."""
-
-Found = list[tuple[Path, Any]]
-"""What is in an app, by path: `objects_in`."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -80,7 +73,7 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._told_of_workers = self._has_saved = False
+        self._told_of_step = self._told_of_workers = self._has_saved = self._has_stored = False
         self._told = set[_Check]()
         self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
         self._began = 0  # the step at which this job began
@@ -116,16 +109,22 @@ class AppWarnings:
             each.tell()
         self._end_frozen()
         found = objects_in({**app})
-        if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
-            self._unheld |= warn_of_unheld(found, but=self._unheld)
-        if is_first:
-            _warn_of_forgotten(found)
         for check in _CHECKS:
             is_due = check.library in sys.modules and (is_first or check.at_each_save) and check not in self._told
             if is_due and check.warns(found, step):
                 self._told.add(check)
         self._compare_rates(found, warns=True)
         return self._in_eval.look(found, is_saved=True) or None
+
+    @_harmless()
+    def of_stored(self, app: Mapping[str, Any]) -> None:
+        """Warns of what is not held, once a save has asked the objects of the app for their states."""
+        is_first, self._has_stored = not self._has_stored, True
+        found = objects_in({**app})
+        if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
+            self._unheld |= warn_of_unheld(found, but=self._unheld)
+        if is_first:
+            warn_of_forgotten(found)
 
     def _end_frozen(self) -> None:
         for each in self._frozen:
@@ -136,7 +135,7 @@ class AppWarnings:
         """Whether an optimizer without names may step what the model has replaced since the last save."""
         return any(
             names_of(child) is None
-            for key, each in _optimizers(found).items()
+            for key, each in optimizers_in(found).items()
             if key not in self._unheld
             for child in children_of(each)
         )
@@ -168,7 +167,7 @@ class AppWarnings:
 
     def _compare_rates(self, found: Found, warns: bool) -> None:
         """Notes the rates of optimizers by names, and warns once of those that have changed and are not saved."""
-        for key, optimizer in _optimizers(found).items():
+        for key, optimizer in optimizers_in(found).items():
             rates = [group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), float | int)]
             first = self._rates.setdefault(key, rates)
             if not (warns and first and rates != first and isinstance(getattr(optimizer, "params", None), Mapping)):
@@ -177,7 +176,7 @@ class AppWarnings:
                 continue
             self._rates[key] = []
             has_schedule = any("initial_lr" in group for group in optimizer.param_groups)  # torch's, or our warm-up
-            may_be_set = has_schedule or any(_may_hold_others(each) for _, each in found)
+            may_be_set = has_schedule or any(may_hold_others(each) for _, each in found)
             if not (may_be_set or saves_rates):
                 _log.warning(
                     "the rates of %s have changed, and it does not save them: a resumed run would begin with those of "
@@ -205,7 +204,7 @@ class AppWarnings:
             )
         found = objects_in({**app})
         self._compare_rates(found, warns=False)
-        _in_apps.update(_optimizers(found).values())
+        note_optimizers(found)
         self._end_frozen()
         self._in_eval.restored(report)
         if report is not None:
@@ -213,90 +212,6 @@ class AppWarnings:
             self._frozen = frozen_otherwise(optimizers, ParameterNames(app), report)
         if is_whole and not (self._has_saved or self._unheld):
             self._unheld = warn_of_unheld(found)
-
-
-def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]:
-    """Logs a warning for each optimizer that trains tensors that nothing else in the app has; returns their keys.
-
-    An app with an object that may hold any, as one of the program's own, is not told of. Local.
-
-    Args:
-        but: the keys of optimizers that are passed by.
-    """
-    optimizers = _optimizers(found)
-    if not optimizers or any(map(_may_hold_others, (each for _, each in found))):
-        return set()
-    tensors = [each for _, value in found for each in _tensors_of(value)]
-    held: set[Any] = set(map(id, tensors))
-    others = {
-        key: [pair for child in children_of(each) for pair in _trained(child, held)]
-        for key, each in optimizers.items()
-        if key not in but
-    }
-    if any(others.values()):
-        held.update(place for each in tensors for place in places_of(each))
-    told = set()
-    for key, pairs in others.items():
-        unheld = [pair for pair in pairs if not held.issuperset(places_of(pair[1]))]
-        if unheld:
-            told.add(key)
-            name, first = unheld[0]
-            _log.warning(
-                "%s steps %d parameters that nothing in the app holds, such as %s: a resume would give their "
-                "moments to new values. Add their module, or the tensor, to the app; or, if the model has replaced "
-                "them, take them out of the groups [stale-parameters]",
-                *(key, len(unheld), name or f"one of shape {tuple(first.shape)}"),
-            )
-    return told
-
-
-def _warn_of_forgotten(found: Found) -> None:
-    """Logs a warning of an optimizer with state that an app lacks, and that steps parameters of its modules. Local.
-
-    It is looked for only where those of the app leave some that are trained, as a search of all objects takes long; not
-    among those that `gc.freeze` keeps out of collections, as what is alive would be frozen with them after it. An app
-    with an object that may hold one, or with what a `state_dict` of one has, is not told of.
-    """
-    own = _with_inner(_optimizers(found).values())
-    _in_apps.update(own)
-    parts = {part for path, _ in found for part in path}
-    if parts & {PARAM_GROUPS, STATE} or any(_may_hold_others(each) for _, each in found):
-        return
-    stepped = {id(each) for optimizer in own for group in optimizer.param_groups for each in group["params"]}
-    modules = [(path, each) for path, each in found if isinstance(each, Module)]
-    named = {id(each): (each, (*path, name)) for path, module in modules for name, each in module.named_parameters()}
-    left = {id: path for id, (each, path) in named.items() if each.requires_grad and id not in stepped}
-    if not left:
-        return
-
-    def others() -> dict[int, Optimizer]:
-        """Returns optimizers by the ids of what they have state of: where one has only looked for some, it is empty."""
-        known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
-        return {id(own): each for each in known for own, state in each.state.items() if id(own) in left and state}
-
-    found_others = others()
-    if found_others:
-        found_others.clear()
-        gc.collect()  # those that nobody has any more, but for a schedule of theirs
-        found_others = others()
-    _in_apps.update(found_others.values())  # once
-    if lacking := [path for id, path in left.items() if id in found_others]:
-        _log.warning(
-            "an optimizer that is not in the app steps %d parameters of it, such as %s: a resumed run would begin its "
-            "state anew. Add it under a key of its own [optimizer-state]",
-            *(len(lacking), join(lacking[0])),
-        )
-
-
-def _with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    """Returns optimizers, those that they combine, and those that are their attributes."""
-    found: dict[int, Optimizer] = {}
-    ahead = [*optimizers]
-    while ahead:
-        if id(each := ahead.pop()) not in found:
-            found[id(each)] = each
-            ahead += [own for own in (*children_of(each), *vars(each).values()) if isinstance(own, Optimizer)]
-    return [*found.values()]
 
 
 def _warn_of_collisions(found: Found, _: int) -> bool:
@@ -316,7 +231,7 @@ def _warn_of_collisions(found: Found, _: int) -> bool:
 
 def _warn_of_counts(found: Found, step: int) -> bool:
     """Logs a warning of fused tables whose kernels count steps, and began anew where a run resumed."""
-    for key, optimizer in _optimizers(found).items():
+    for key, optimizer in optimizers_in(found).items():
         if any(counts_steps(kernel) and not has_counted(kernel, step) for _, kernel in kernels_in(optimizer)):
             _log.warning(
                 "%s has fused tables whose steps depend on FBGEMM's count of them, which is in no state, and is less "
@@ -329,7 +244,7 @@ def _warn_of_counts(found: Found, step: int) -> bool:
 
 def _warn_of_kernel_rates(found: Found, _: int) -> bool:
     """Logs a warning of fused tables whose kernel has another rate than their group."""
-    optimizers = _optimizers(found).items()
+    optimizers = optimizers_in(found).items()
     others = [key for key, each in optimizers if any(has_other_rate(*pair) for pair in kernels_in(each))]
     if others:
         _log.warning(
@@ -358,42 +273,3 @@ _CHECKS = (
     _Check("fbgemm_gpu", _warn_of_counts),
     _Check("fbgemm_gpu", _warn_of_kernel_rates, at_each_save=True),
 )
-
-
-def objects_in(value: Any, path: Path = ()) -> Found:
-    """Returns what is in an app's dicts, lists and tuples, by path; runs no code of its mappings."""
-    if isinstance(value, PerRank):
-        return objects_in(value.value, path)
-    if not isinstance(value, dict | list | tuple) or is_stateful(value):
-        return [(path, value)]
-    # Of copies, as another thread may fill them.
-    parts = list(dict.items(value)) if isinstance(value, dict) else enumerate(list(value))
-    return [each for part, child in parts for each in objects_in(child, (*path, part))]
-
-
-def _optimizers(found: Found) -> dict[str, Optimizer]:
-    return {join(path): each for path, each in found if isinstance(each, Optimizer)}
-
-
-def _may_hold_others(value: Any) -> bool:
-    """Whether a load of an object may change parameters that nobody knows of."""
-    if isinstance(value, Module | Optimizer | Tensor) or not (is_stateful(value) or isinstance(value, Mapping)):
-        return False
-    return not any(each.__module__.startswith(_RESTORE_NONE) for each in type(value).__mro__)
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Module):
-        return [*value.parameters(), *value.buffers(), *shards_of(value)]
-    return [value] if isinstance(value, Tensor) else []
-
-
-def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:
-    """Returns the trained parameters of an optimizer with their names, "" where it has none; not those of some ids."""
-    named = names_of(optimizer)
-    pairs = (
-        [("", each) for group in optimizer.param_groups for each in group["params"]]
-        if named is None
-        else [*named.items()]
-    )
-    return [(name, each) for name, each in pairs if id(each) not in but and each.requires_grad]

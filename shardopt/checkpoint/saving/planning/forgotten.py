@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of
 from shardopt.checkpoint.saving.planning.app_warnings import note_rates
+from shardopt.checkpoint.saving.planning.unheld import note_states
 from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
 from shardopt.runtime.companions import are_noted, companions_of
@@ -67,6 +68,7 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
             *_unsaved_attributes(others, flat),
         ]
         note_rates(others)
+    note_states(saved)
     if not_seen := [each for _, each in optimizers if each not in _reduced]:
         lines += _forgotten_hooks(not_seen, flat)
     if are_noted():

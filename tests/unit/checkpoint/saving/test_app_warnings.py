@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning import app_warnings, frozen
+from shardopt.checkpoint.saving.planning import app_warnings, frozen, unheld
 from shardopt.state.names import ParameterNames
 from tests.support.fake_rank import fake_rank
 
@@ -189,6 +189,43 @@ def test_objects_of_the_program_are_not_looked_into(tmp_path):
         manager.save(1, app)
 
 
+class Saves:
+    """An object of the program's own with a state that is given."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state): ...
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+@pytest.mark.parametrize(
+    ("state", "is_told"),
+    [
+        ({"step": 20, "loss_scale": 8.02}, True),
+        ({"masters": [0.5] * 256}, False),
+        ({"masters": torch.zeros(256)}, False),
+    ],
+    ids=["few numbers", "as many", "a tensor"],
+)
+def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, state, is_told, stage):
+    model, masters, lists = nn.Linear(2, 1), nn.Parameter(torch.zeros(256)), nn.Linear(2, 128)
+    app = {"model": model, "lists": lists, "loop": Saves(state)}
+    app["optimizer"] = torch.optim.Adam([*model.parameters(), masters])
+    other = torch.optim.Adam(lists.parameters())
+    lists(torch.ones(1, 2)).sum().backward()
+    other.step()
+    with checkpoint.Manager(tmp_path, stage=stage) as manager:
+        for step in (1, 2):
+            manager.save(step, app)
+    lines = [each for each in caplog.messages if "nothing in the app" in each or "not in the app" in each]
+    starts = ["optimizer steps 1 parameters that nothing", FORGOTTEN.format("lists")] if is_told else []
+    assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
+
+
 def test_schedules_samplers_and_averages_hold_no_parameters(tmp_path, caplog):
     model, _, optimizer = make("torch")
     others = {
@@ -211,7 +248,7 @@ def test_a_fault_of_the_look_ends_neither_a_restore_nor_a_save(tmp_path, monkeyp
     with checkpoint.Manager(tmp_path) as manager:
         manager.restore(app)
         assert manager.save(1, app) is not None
-    assert caplog.text.count("the app was not looked at") == 2
+    assert caplog.text.count("the app was not looked at") == 3
 
 
 OPTIMIZERS = {
@@ -234,8 +271,8 @@ def test_parameters_of_fully_shard_are_held_also_right_after_a_forward(caplog, p
             model(torch.ones(1, 2))
         gathered = set(map(id, model.parameters())).isdisjoint(map(id, optimizer.param_groups[0]["params"][2:]))
         for own, is_told in ((list(model) if parts else model, False), (model[:1], True)):
-            found = app_warnings.objects_in({"model": own, "o": optimizer})
-            assert gathered and bool(app_warnings.warn_of_unheld(found)) == is_told
+            found = unheld.objects_in({"model": own, "o": optimizer})
+            assert gathered and bool(unheld.warn_of_unheld(found)) == is_told
     (line,) = caplog.messages
     assert line.startswith("o steps 3 parameters that nothing in the app holds")
 
