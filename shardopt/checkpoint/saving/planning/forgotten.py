@@ -68,7 +68,8 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
             *_unsaved_attributes(others, flat),
         ]
         note_rates(others)
-    note_states(saved)
+    if beside := [each for each in saved if not isinstance(each.object, Module | Optimizer)]:
+        note_states(beside)
     if not_seen := [each for _, each in optimizers if each not in _reduced]:
         lines += _forgotten_hooks(not_seen, flat)
     if are_noted():
