@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import whole
 from shardopt.state.paths import PARAM_GROUPS, Path, join
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
@@ -76,6 +79,7 @@ class TorchFile(OutFile):
         lists = {
             (*root, PARAM_GROUPS): groups_of_equal(by_member, choice.tensors) for root, by_member in options.items()
         }
+        _warn_of_positions(lists)
         try:
             data_pkl = pickle_of(nested({**leaves, **others, **lists}), name, keep)
         except StateError:  # told under the key of what has no form, as skip= knows it
@@ -90,6 +94,21 @@ class TorchFile(OutFile):
 
     def body(self, take: Take) -> Iterator[memoryview]:
         return self._archive.body(take)
+
+
+def _warn_of_positions(lists: Mapping[Path, Sequence[Any]]) -> None:
+    """Logs a warning of optimizers with several groups: torch.optim takes them by position, in whatever order it has.
+
+    No checkpoint says which order that is.
+    """
+    for path, groups in lists.items():
+        if len(groups) > 1:
+            _log.warning(
+                "%s: the file has %d groups with names, in the model's order; load_state_dict of torch.optim goes by "
+                "position, and so gives options and moments to others if the program's groups or their order differ. "
+                "set_optimizer_state_dict of torch.distributed.checkpoint.state_dict goes by names [by-position]",
+                *(join(path[:-1]) or "the optimizer", len(groups)),
+            )
 
 
 def raw_bytes(tensor: Tensor) -> bytes:

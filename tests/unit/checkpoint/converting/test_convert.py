@@ -252,6 +252,27 @@ def is_checkpoint(path, to):
     )
 
 
+@pytest.mark.parametrize("biases_first", [True, False])
+def test_what_torch_would_take_by_position_is_told_of_and_goes_by_names(tmp_path, caplog, biases_first):
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        groups = [{"params": [each for each in model.parameters() if each.dim() == dim], "lr": dim} for dim in (1, 2)]
+        return model, torch.optim.Adam(groups if biases_first else list(model.parameters())[::-1])
+
+    model, optimizer = make()
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "step", {"model": model, "optimizer": optimizer})
+    checkpoint.convert(tmp_path / "step", tmp_path / "model.pt", to="torch")
+    assert ("goes by position" in caplog.text) is biases_first
+    other, of_other = make()
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    set_optimizer_state_dict(other, of_other, state["optimizer"])
+    for own, new in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[own]["exp_avg"], of_other.state[new]["exp_avg"])
+    assert [each["lr"] for each in of_other.param_groups] == [each["lr"] for each in optimizer.param_groups]
+
+
 def test_rename_takes_state_and_options_along(saved, tmp_path):
     _, root = saved
     rename = {r"(?<![^.])layers\.(\d+)": r"blocks.\1", r"^optimizer\.": "opt."}
