@@ -121,7 +121,12 @@ def warn_of_forgotten(found: Found) -> None:
     def others() -> dict[int, Optimizer]:
         """Returns optimizers by the ids of what they have state of: where one has only looked for some, it is empty."""
         known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
-        return {id(own): each for each in known for own, state in each.state.items() if id(own) in left and state != {}}
+        return {
+            id(own): each
+            for each in known
+            for own, state in each.state.items()
+            if id(own) in left and not (isinstance(state, dict) and not state)
+        }
 
     found_others = others()
     if found_others:
