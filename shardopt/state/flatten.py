@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
-from shardopt.state.in_place import put
+from shardopt.state.in_place import as_tensor, put
 from shardopt.state.names import LEAST_ID, ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
     NAMES_OF_TORCH,
@@ -45,6 +45,7 @@ from shardopt.state.param_groups import (
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
 from shardopt.state.state import (
+    Around,
     FlatState,
     Leaf,
     PerRank,
@@ -57,7 +58,7 @@ from shardopt.state.state import (
     takes_any_part,
     takes_any_state,
 )
-from shardopt.state.trainer_optimizers import state_of, unwrapped
+from shardopt.state.trainer_optimizers import optimizer_within, state_of, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 from shardopt.state.versions import noted_at
 
@@ -109,7 +110,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         for part, (owner, tensor) in (parts or {}).items():
             _descend(tensor, (*path, part), partial(setattr, owner, part), within, flat)
     elif isinstance(node, np.ndarray):
-        _add(flat, path, _as_tensor(node, path), replace)
+        _add(flat, path, as_tensor(node, path), replace)
     elif is_stateful(node):
         _descend_stateful(node, path, flat)
     else:
@@ -153,15 +154,9 @@ def _set_in_tuple(
 
 
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
-    # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
-    # load_state_dict does with what was loaded in place, costs nothing.
-    outer, plain_module = node, getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
-    if isinstance(node, Optimizer):
-        node = unwrapped(node, path)
-        state, taker = state_of(outer, node, path)
-    else:
-        state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
-        taker = node
+    plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
+    target = _asked(node, plain_module, path, flat)
+    node, path, state = target.object, target.path, target.state
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
@@ -173,7 +168,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
         numbered = _numbered(node, state, flat.names)
         state = state if numbered is None else numbered.named(state)
-    target = RestoreTarget(path, node, taker, outer, _shallow(state, set()), plain, numbered=numbered)
+    target.state, target.plain_names, target.numbered = _shallow(state, set()), plain, numbered
     flat.noted += noted_at(path, target.state, node)
 
     is_partial = target.held_names is not None
@@ -200,6 +195,28 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         _add_plain(flat, path, target.state, target.replace_state, takes_any)
         _add(flat, path, {plain.get(part, part): child for part, child in target.state.items()}, target.replace_state)
     flat.targets.append(target)  # after those within: an object gets its state back whole
+
+
+def _asked(node: Stateful, plain_module: bool, path: Path, flat: FlatState) -> RestoreTarget:
+    """Asks an object for its state: of an optimizer, or what is around one, it is the optimizer's."""
+    if isinstance(node, Optimizer):
+        inner = unwrapped(node, path)
+        state, taker = state_of(node, inner, path)
+        return RestoreTarget(path, inner, taker, node, state)
+    # With keep_vars a module gives its very parameters, which its load_state_dict then copies onto themselves for free.
+    own: Any = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
+    within = optimizer_within(node, own)
+    if within is None:
+        return RestoreTarget(path, node, node, node, own)
+    outer, inner, part = within
+    if part is None:
+        return RestoreTarget(path, inner, node, outer, own)
+    around = Around(part, _shallow(own, set()))
+    _check_mapping(around.state, path, flat)
+    for other, child in around.state.items():
+        if other != part:
+            _descend(child, (*path, other), partial(setitem, around.state, other), True, flat)
+    return RestoreTarget((*path, part), inner, node, outer, own[part], around=around)
 
 
 def _add_plain(
@@ -307,21 +324,6 @@ def holds_tensors(node: Any) -> bool:
     if isinstance(node, list | tuple):
         return any(map(holds_tensors, node))
     return is_stateful(node)
-
-
-def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """Returns a tensor that shares the array's memory, so that loading in place reaches the array."""
-    if isinstance(array, np.ma.MaskedArray):
-        actual, required = "a masked array", "a plain one"
-    elif not array.flags.writeable:
-        actual, required = "a read-only NumPy array", "one that a load can write to"
-    else:
-        try:
-            return torch.from_numpy(array)
-        except (TypeError, ValueError):
-            actual = f"a NumPy array of {array.dtype} with strides {array.strides}"
-            required = "a dtype that torch has, in this machine's byte order, and no negative strides"
-    raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
 
 
 def _check_mapping(node: Mapping[Any, Any], path: Path, flat: FlatState) -> None:

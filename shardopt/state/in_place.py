@@ -6,6 +6,11 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import numpy as np
+import torch
+
+from shardopt.errors import Problem, StateError
+from shardopt.state.paths import Path, join
 from shardopt.state.values import canonical, encode_value
 
 
@@ -43,3 +48,18 @@ def filled_with(node: Any, value: Any, filled: dict[int, Any]) -> Any:
     node.clear()
     node.update(value)
     return node
+
+
+def as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    """Returns a tensor that shares the array's memory, so that loading in place reaches the array."""
+    if isinstance(array, np.ma.MaskedArray):
+        actual, required = "a masked array", "a plain one"
+    elif not array.flags.writeable:
+        actual, required = "a read-only NumPy array", "one that a load can write to"
+    else:
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            actual = f"a NumPy array of {array.dtype} with strides {array.strides}"
+            required = "a dtype that torch has, in this machine's byte order, and no negative strides"
+    raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])

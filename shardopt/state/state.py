@@ -102,19 +102,20 @@ def takes_any_state(node: Stateful, state: Any) -> bool:
     Not if an optimizer's state is within: its parameters would have to be compared with those of the stored one.
     """
     known = torch.nn.Module | torch.optim.Optimizer | LRScheduler | CheckedStateful | PartialStateful
-    return not isinstance(node, known) and not _has_optimizer(state)
+    return not isinstance(node, known) and not has_optimizer(state)
 
 
 def takes_any_part(optimizer: Stateful, part: Any, state: Any) -> bool:
     """Whether an optimizer may have more in this part of its state: a part of a subclass, if it is none of ours."""
     is_ours = isinstance(optimizer, CheckedStateful | PartialStateful)
-    return not is_ours and part not in (STATE, PARAM_GROUPS) and not _has_optimizer(state)
+    return not is_ours and part not in (STATE, PARAM_GROUPS) and not has_optimizer(state)
 
 
-def _has_optimizer(state: Any) -> bool:
+def has_optimizer(state: Any) -> bool:
+    """Whether it is the state of an optimizer, or has one within."""
     if isinstance(state, Mapping):
-        return (PARAM_GROUPS in state and STATE in state) or any(map(_has_optimizer, state.values()))
-    return isinstance(state, list | tuple) and any(map(_has_optimizer, state))
+        return (PARAM_GROUPS in state and STATE in state) or any(map(has_optimizer, state.values()))
+    return isinstance(state, list | tuple) and any(map(has_optimizer, state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +156,21 @@ class Leaf:
         return self.names_here or (self.path,)
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The state of an object around an optimizer: that of the optimizer is under `part`."""
+
+    part: str | int
+    state: dict[str | int, Any]
+
+
 @dataclass(slots=True)
 class RestoreTarget:
     """An object of `app`, and the state that it gave; a load fills that, and passes it to `load_state_dict`.
 
     `taker` takes it: the object, or a wrapper of an optimizer whose own state says more than the optimizer's. The app
-    has `outer`: the object, or the outermost wrapper of an optimizer.
+    has `outer`: the object, or the outermost wrapper of an optimizer. `around` is there if the taker is no optimizer:
+    then it may have the state of one as a part of its own.
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
@@ -181,6 +191,7 @@ class RestoreTarget:
     numbered: Numbered | None = None
     unnamed: Problem | None = None
     in_doubt: bool = False
+    around: Around | None = None
 
     @property
     def held_names(self) -> Callable[[], Collection[str]] | None:
@@ -218,8 +229,12 @@ class RestoreTarget:
         self.state.clear()
         self.state.update({own.get(part, part): child for part, child in value.items()})
 
-    def filled_state(self) -> dict[str, Any]:
+    def filled_state(self) -> dict[Any, Any]:
         """Returns the state to hand back, with groups built from the loaded options of their members."""
+        own = self._own_filled_state()
+        return own if self.around is None else {**self.around.state, self.around.part: own}
+
+    def _own_filled_state(self) -> dict[str, Any]:
         if self.numbered is not None:
             return self.numbered.numbered(self.state, self.options)
         if self.groups is not None and (self.options or self.elsewhere):

@@ -11,8 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
+from shardopt.state.containers import attributes_of
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
-from shardopt.state.state import CheckedStateful, Stateful
+from shardopt.state.state import CheckedStateful, Stateful, has_optimizer
 
 SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
 
@@ -88,9 +89,45 @@ def layers_of(node: Any) -> Iterator[Any]:
         yield node
 
 
+def optimizer_within(node: Any, state: Any) -> tuple[Optimizer, Stateful, str | int | None] | None:
+    """Returns the optimizer in an object that is none, if the object's state has that of this one optimizer.
+
+    So an optimizer within schedulefree's wrapper, or an engine, gets names for its parameters, and state to load into.
+
+    Args:
+        state: of the object; anything, if it is no dict.
+
+    Returns:
+        The optimizer, maybe in a trainer's class; that without the class; and under which key the object's state has
+        that of the optimizer, or None if it is the optimizer's, maybe with more beside it. None if the object is
+        another.
+    """
+    found = _inner_of(node) if attributes_of(node) is not None else []
+    if len(found) != 1 or isinstance(node, CheckedStateful) or not isinstance(state, dict) or not has_optimizer(state):
+        return None
+    inner = unwrapped(found[0])
+    own = inner.state_dict()
+    if _is_that_of(own, state):
+        return None if state.keys() != own.keys() and isinstance(inner, CheckedStateful) else (found[0], inner, None)
+    parts = [part for part, each in state.items() if _is_that_of(own, each)]
+    return (found[0], inner, parts[0]) if len(parts) == 1 else None
+
+
+def _is_that_of(own: Mapping[str, Any], state: Any) -> bool:
+    """Whether it is an optimizer's own state or a copy, by the names in it; there may be more beside that."""
+    return (
+        isinstance(state, dict)
+        and own.keys() <= state.keys()
+        and all(isinstance(each.get(STATE), dict) for each in (own, state))
+        and own[STATE].keys() == state[STATE].keys()
+        and _names_in(own) == _names_in(state)
+    )
+
+
 def _inner_of(wrapper: Any) -> list[Optimizer]:
     """Returns the optimizers that a wrapper has as attributes."""
-    return list({id(each): each for each in vars(wrapper).values() if isinstance(each, Optimizer)}.values())
+    # By the type, as a weak proxy of what is gone answers nothing else.
+    return list({id(each): each for each in vars(wrapper).values() if issubclass(type(each), Optimizer)}.values())
 
 
 def _names_in(state: Mapping[str, Any]) -> set[Any]:

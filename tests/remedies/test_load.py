@@ -99,14 +99,17 @@ def test_of_an_optimizer_around_another_the_inner_one_is_loaded(url):
 
 
 class Holder:
+    """Has a list of optimizers; of one as an attribute the state comes back."""
+
     def __init__(self, optimizer):
-        self.optimizer = optimizer
+        self.optimizers = [optimizer]
 
     def state_dict(self):
-        return {"optimizer": self.optimizer.state_dict()}
+        return {"optimizers": [each.state_dict() for each in self.optimizers]}
 
     def load_state_dict(self, state):
-        self.optimizer.load_state_dict(state["optimizer"])
+        for each, own in zip(self.optimizers, state["optimizers"], strict=True):
+            each.load_state_dict(own)
 
 
 @pytest.mark.parametrize("form", ["keyed", "torch"])

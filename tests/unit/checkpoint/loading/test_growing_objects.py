@@ -5,10 +5,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError
+from shardopt.state.flatten import flatten
 from tests.harness import run_ranks
 from tests.unit.checkpoint.loading.test_growing import same
 
@@ -66,26 +68,36 @@ def of_torch(model):
 
 
 @pytest.mark.parametrize("make", [keyed, of_torch])
-def test_an_optimizer_within_an_object_is_refused_before_anything_changed(tmp_path, make):
+def test_state_of_an_optimizer_that_no_object_shows_is_refused_before_anything_changed(tmp_path, make):
     """Nothing compares its parameters with those of what is stored: their order, their shapes, the algorithm."""
     app = trainer(make)
     train(app, 0, 3)
-    checkpoint.save(tmp_path / "c", app)
-    for hidden in (False, True):
-        fresh = trainer(make)
-        if hidden:
-            fresh["warming"] = Kept({"steps": 0, "of": [{"optimizer": make(fresh["model"]).state_dict()}]})
-            app["warming"] = Kept({"steps": 3, "of": [{"optimizer": app["warming"].optimizer.state_dict()}]})
-            checkpoint.save(tmp_path / "hidden", app)
-        before = fresh["model"].weight.clone()
-        with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)load the optimizer itself too") as caught:
-            checkpoint.load(tmp_path / ("hidden" if hidden else "c"), fresh)
-        assert "optimizer.state." in str(caught.value) and torch.equal(fresh["model"].weight, before)
+    fresh = trainer(make)
+    fresh["warming"] = Kept({"steps": 0, "of": [{"optimizer": make(fresh["model"]).state_dict()}]})
+    app["warming"] = Kept({"steps": 3, "of": [{"optimizer": app["warming"].optimizer.state_dict()}]})
+    checkpoint.save(tmp_path / "hidden", app)
+    before = fresh["model"].weight.clone()
+    with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)load the optimizer itself too") as caught:
+        checkpoint.load(tmp_path / "hidden", fresh, init_state=True)
+    assert "optimizer.state." in str(caught.value) and torch.equal(fresh["model"].weight, before)
 
 
 @pytest.mark.parametrize("make", [keyed, of_torch])
-@pytest.mark.parametrize("way", ["a step", "given too"])
-def test_what_the_error_says_resumes_bit_for_bit(tmp_path, make, way):
+def test_an_optimizer_within_an_object_is_compared_as_one_of_the_app(tmp_path, make):
+    app, fresh = trainer(make), trainer(make)
+    train(app, 0, 3)
+    checkpoint.save(tmp_path / "c", app)
+    with pytest.raises(MismatchError, match=r"warming\.optimizer\.state: (?s:.*)load with init_state=True"):
+        checkpoint.load(tmp_path / "c", fresh)
+    assert fresh["warming"].steps == 0 and not fresh["warming"].optimizer.state_dict()["state"]
+    other = trainer(lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    with pytest.raises(MismatchError, match=r"warming\.optimizer\.(?s:.*)AdamW"):
+        checkpoint.load(tmp_path / "c", other, init_state=True)
+
+
+@pytest.mark.parametrize("make", [keyed, of_torch])
+@pytest.mark.parametrize("way", ["alone", "a step", "given too"])
+def test_an_optimizer_within_an_object_resumes_bit_for_bit(tmp_path, make, way):
     def app_of():
         app = trainer(make)
         return {**app, "optimizer": app["warming"].optimizer} if way == "given too" else app
@@ -167,23 +179,23 @@ def test_a_buffer_with_such_a_name_is_no_extra_state(tmp_path):
 
 
 def _sharded(root):
-    def app_of(sharded):
-        app = trainer()
-        if sharded:
-            fully_shard(app["model"], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-            app["warming"] = Warming(torch.optim.AdamW(app["model"].parameters(), lr=0.1))
-        return app
+    app = trainer()
+    fully_shard(app["model"], mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    app["warming"] = Warming(torch.optim.AdamW(app["model"].parameters(), lr=0.1))
+    if dist.get_world_size() == 2:
+        train(app, 0, 2)
+        checkpoint.save(f"{root}/c", app)
+        train(app, 2, 4)
+        checkpoint.save(f"{root}/later", app)
+        return
+    checkpoint.load(f"{root}/c", app, init_state=True)
+    train(app, 2, 4)
+    expected = checkpoint.open(f"{root}/later")
+    for key, value in flatten(app).tensors().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        torch.testing.assert_close(whole.detach(), expected.read(key))
 
-    app = app_of(True)
-    train(app, 0, 2)
-    checkpoint.save(f"{root}/c", app)
-    with pytest.raises(MismatchError, match=r"nothing was changed(?s:.*)load the optimizer itself too"):
-        checkpoint.load(f"{root}/c", app_of(True))
-    fresh = app_of(True)
-    train(fresh, 0, 1)
-    checkpoint.load(f"{root}/c", fresh)
-    assert torch.equal(fresh["model"].weight.full_tensor(), app["model"].weight.full_tensor())
 
-
-def test_sharded_state_within_an_object(tmp_path):
-    run_ranks(2, _sharded, str(tmp_path))
+def test_sharded_state_within_an_object_resumes_on_more_ranks(tmp_path):
+    for ranks in (2, 3):
+        run_ranks(ranks, _sharded, str(tmp_path))
