@@ -205,7 +205,7 @@ def _asked(node: Stateful, plain_module: bool, path: Path, flat: FlatState) -> R
         return RestoreTarget(path, inner, taker, node, state)
     # With keep_vars a module gives its very parameters, which its load_state_dict then copies onto themselves for free.
     own: Any = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
-    within = optimizer_within(node, own)
+    within = None if plain_module else optimizer_within(node, own)
     if within is None:
         return RestoreTarget(path, node, node, node, own)
     outer, inner, part = within

@@ -231,19 +231,16 @@ class RestoreTarget:
 
     def filled_state(self) -> dict[Any, Any]:
         """Returns the state to hand back, with groups built from the loaded options of their members."""
-        own = self._own_filled_state()
-        return own if self.around is None else {**self.around.state, self.around.part: own}
-
-    def _own_filled_state(self) -> dict[str, Any]:
+        own = self.state
         if self.numbered is not None:
-            return self.numbered.numbered(self.state, self.options)
-        if self.groups is not None and (self.options or self.elsewhere):
+            own = self.numbered.numbered(own, self.options)
+        elif self.groups is not None and (self.options or self.elsewhere):
             if self.keeps_groups:
-                self.state[PARAM_GROUPS] = as_grouped(self.groups, self.options)
-                return self.state
-            elsewhere = groups_elsewhere(self.elsewhere) if self.elsewhere else []
-            self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + elsewhere
-        return self.state
+                own[PARAM_GROUPS] = as_grouped(self.groups, self.options)
+            else:
+                elsewhere = groups_elsewhere(self.elsewhere) if self.elsewhere else []
+                own[PARAM_GROUPS] = with_options(self.groups, self.options) + elsewhere
+        return own if self.around is None else {**self.around.state, self.around.part: own}
 
 
 @dataclass(slots=True)
