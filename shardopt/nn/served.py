@@ -40,16 +40,12 @@ class Served:
         counts = self.counts
         return torch.split(found, [counts[q] for q in ranks])
 
-    def sorted_rows(self) -> tuple[Tensor, Tensor]:
-        """Returns the rows that ranks want, ascending, and where among those of all ranks in turn each is: [n] both."""
-        return sort_ids(torch.cat([*self.rows]))
-
     def gradients(self, of_vectors: Tensor, order: Tensor, repeats: Tensor) -> Tensor:
         """Returns the gradients of the different rows that ranks want, [M, W].
 
         Args:
             of_vectors: the gradients of the vectors of all ranks in turn, [V, W].
-            order: where each is, as from `sorted_rows`.
+            order: where each is, by ascending rows.
             repeats: how often each different one is among them, [M] int64.
         """
         lengths, weights = _filled(self.lengths, self.rows), _filled(self.weights, self.rows)
@@ -80,7 +76,7 @@ def gradients_of_rows(
         pieces: by number.
         of_vectors: number → the gradients of the vectors of all ranks in turn, [V, W].
     """
-    ordered = {number: served.sorted_rows() for number, served in pieces.items()}
+    ordered = {number: sort_ids(torch.cat([*served.rows])) for number, served in pieces.items()}
     runs = runs_of_ids([rows for rows, _ in ordered.values()])
     return {
         number: (different, pieces[number].gradients(of_vectors(number), order, repeats))

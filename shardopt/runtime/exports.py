@@ -54,7 +54,4 @@ def lazily(package: str, table: str) -> tuple[Callable[[str], Any], Callable[[],
                 return value
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
 
-    def names_there() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *exported(importlib.import_module(table))})
-
-    return get, names_there
+    return get, lambda: sorted({*vars(sys.modules[package]), *exported(importlib.import_module(table))})

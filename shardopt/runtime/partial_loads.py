@@ -42,8 +42,9 @@ class _Mark:
     written: frozenset[int] = frozenset()
 
 
-_marks: weakref.WeakKeyDictionary[Optimizer, tuple[_Mark, RemovableHandle]] = weakref.WeakKeyDictionary()
-"""Those that are marked, and the hooks of their steps."""
+_marks: weakref.WeakKeyDictionary[Optimizer, _Mark] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+"""Of the steps of those that are marked."""
 
 
 class PartialLoad:
@@ -71,7 +72,7 @@ class PartialLoad:
         self._mark = _Mark(what, frozenset(left_out), frozenset(written))
         self._while_reading = replace(self._mark, left_out=self._mark.left_out.union(late))
         self._kept = kept
-        self._before = {node: _mark_of(node) for node in _nodes(optimizer)}
+        self._before = {node: _marks.get(node) for node in _nodes(optimizer)}
 
     @property
     def mends(self) -> bool:
@@ -99,8 +100,8 @@ class PartialLoad:
             mends: whether it takes earlier ones back, too: whether it `mends` on all ranks.
         """
         for node, mark in self._before.items():
-            if node in _marks:
-                _marks.pop(node)[1].remove()
+            if _marks.pop(node, None) is not None:
+                _hooks.pop(node).remove()
             if mark is not None and not mends:
                 _put(node, mark)
 
@@ -125,7 +126,7 @@ def refuse_partly_loaded(optimizers: Iterable[tuple[str, Optimizer]]) -> None:
     Args:
         optimizers: each with its key in the error.
     """
-    found = [(key, mark) for key, each in optimizers for node in _nodes(each) if (mark := _mark_of(node))]
+    found = [(key, mark) for key, each in optimizers for node in _nodes(each) if (mark := _marks.get(node))]
     if found:
         problems = [
             Problem(key, "an optimizer that may be half changed", "a whole one", _remedy(mark))
@@ -171,18 +172,14 @@ def _with_owners(optimizer: Any) -> Iterator[Optimizer]:
         yield from _with_owners(owner)
 
 
-def _mark_of(node: Optimizer) -> _Mark | None:
-    return _marks[node][0] if node in _marks else None
-
-
 def _put(node: Optimizer, mark: _Mark) -> None:
     """Marks a node; where it is marked already, what mends it has to mend both."""
-    earlier = _mark_of(node)
+    earlier = _marks.get(node)
     if earlier is None:
-        _marks[node] = mark, running_hooks(node).register_step_pre_hook(_refuse_step)
-        return
-    mark = _Mark(mark.what, mark.left_out & earlier.left_out, mark.written | earlier.written)
-    _marks[node] = mark, _marks[node][1]
+        _hooks[node] = running_hooks(node).register_step_pre_hook(_refuse_step)
+    else:
+        mark = _Mark(mark.what, mark.left_out & earlier.left_out, mark.written | earlier.written)
+    _marks[node] = mark
 
 
 def _refuse_step(optimizer: Optimizer, *unused: Any) -> None:

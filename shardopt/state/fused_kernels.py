@@ -53,10 +53,3 @@ def has_counted(kernel: Any, steps: int) -> bool:
     """
     counts = (int(each) for each in (getattr(kernel, name, None) for name in ("iter_cpu", "iter")) if each is not None)
     return next(filter(None, counts), 0) >= steps
-
-
-def take_rates(optimizer: Any) -> None:
-    """Gives kernels the rates of their groups, as a fused optimizer's `zero_grad` does, which has no gradients."""
-    for fused, kernel in kernels_in(optimizer):
-        if has_other_rate(fused, kernel):
-            fused.zero_grad()

@@ -295,10 +295,6 @@ class FlatState:
         below = keys_below({key: leaf.path for key, leaf in leaves.items()}, [each.path for each in self.targets])
         return replace(self, leaves=leaves, unselected=frozenset(path for path, keys in below.items() if not keys))
 
-    def saved_targets(self) -> list[RestoreTarget]:
-        """Returns the objects of which something is saved; without `selected` all."""
-        return [each for each in self.targets if each.path not in self.unselected]
-
     def name_here(self, part: Any, names: Collection[Any]) -> Any:
         """Returns the object's own name that a part of a path stands for; the part itself if there is none."""
         if part in names or not self.tied:

@@ -127,7 +127,8 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
     if _is_numpy(value):
         shape = list(value.shape) if kind is np.ndarray else None
         return {"numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
-    if _is_tensor(kind) and value.device.type == "cpu" and value.layout == torch.strided:
+    is_tensor = kind.__name__ == "Tensor" and kind is torch.Tensor  # torch is not imported to find out
+    if is_tensor and value.device.type == "cpu" and value.layout == torch.strided:
         name = str(value.dtype).removeprefix("torch.")
         if name in _torch_dtypes():
             plain = value.detach().resolve_conj().resolve_neg().contiguous()
@@ -135,11 +136,6 @@ def _encode_rare(value: Any, key: str, depth: int) -> Any:
             return {"tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}
     name = f"{kind.__module__}.{kind.__qualname__}"
     raise _refused(key, f"a value of type {name}", _INSTEAD.get(name, _REMEDY))
-
-
-def _is_tensor(kind: type) -> bool:
-    """Whether a type is torch's own tensor type; does not import torch to find out."""
-    return kind.__name__ == "Tensor" and kind is torch.Tensor
 
 
 def _is_numpy(value: Any) -> bool:

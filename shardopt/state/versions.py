@@ -55,12 +55,6 @@ class Noted(NamedTuple):
         # Of a wrapper and its module, which have one name, the module is the later.
         return {self.plain_names.get(name, name): note.get(VERSION) for name, note in notes.items()}
 
-    def saved_form(self) -> dict[str, Version]:
-        """Returns the versions as a save stores them."""
-        modules = {key.rpartition(".")[0] for key in self.state if type(key) is str}
-        is_whole = modules <= (notes_of(self.state) or {}).keys()  # not where somebody has put in other keys
-        return saved_form(self.versions(), is_whole)
-
 
 def noted_at(path: Path, state: Any, owner: Any = None) -> list[Noted]:
     """Returns a state if it has torch's notes.
@@ -111,7 +105,13 @@ def saved_form(versions: Mapping[str, Any], is_whole: bool = True) -> dict[str, 
 
 def versions_in(noted: Iterable[Noted]) -> dict[str, dict[str, Version]]:
     """Returns the versions that a save stores: of states whose names are plain, as which readers take them."""
-    return {join(each.path): each.saved_form() for each in noted if each.is_plain}
+    found: dict[str, dict[str, Version]] = {}
+    for each in noted:
+        if each.is_plain:
+            modules = {key.rpartition(".")[0] for key in each.state if type(key) is str}
+            is_whole = modules <= (notes_of(each.state) or {}).keys()  # not where somebody has put in other keys
+            found[join(each.path)] = saved_form(each.versions(), is_whole)
+    return found
 
 
 def merged(each: Iterable[Versions]) -> dict[str, dict[str, Version]]:

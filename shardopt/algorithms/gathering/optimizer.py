@@ -69,7 +69,7 @@ class GatheringOptimizer(CommunicatingOptimizer):
         for team in teams:
             stepping = team.stepping()
             if stepping:
-                device = team.exchanges_on(stepping[0].device)
+                device = team.ranks.device_beside(stepping[0].device)  # on which they exchange
                 redistributor = MatrixRedistributor(team.ranks, stepping[0].dtype, device, self.round_bytes)
                 parts = [(step, number) for step in stepping for number in range(len(step.parts))]
                 flags = redistributor.run(parts, [] if team.checks_first else list(map(_flag, stepping)))
@@ -88,10 +88,6 @@ class Team:
         self.ranks, self.steps = ranks, steps
         self.checks_first = ranks.size == 1 or ranks.device.type == "cpu" or not all(step.all_or_none for step in steps)
         """Whether ranks compare gradients before the step; on an accelerator only if they must, since that waits."""
-
-    def exchanges_on(self, device: torch.device) -> torch.device:
-        """Returns the device of what ranks exchange for parameters on `device`: that, if they communicate there."""
-        return self.ranks.device_beside(device)
 
     def count(self) -> list[tuple[GatheredStep, list[float]]]:
         """Returns, for each parameter, on how many ranks it has a gradient, and on how many it has none.

@@ -161,11 +161,6 @@ class LowPrecisionOptimizer(RowSharingOptimizer, metaclass=_Variant):
             if MASTER in state and STEP in state:
                 yield parameter, state[MASTER], state[STEP]
 
-    @property
-    def settles_late(self) -> bool:
-        """Whether the first step replaces the state that was made before it."""
-        return self.algorithm.settled_at_first_step
-
     def is_unstepped(self, group: Options, parameter: Tensor) -> bool:
         """Whether the parameter was never stepped, and its state is still initial.
 

@@ -131,7 +131,9 @@ def choose(
             tuple(sorted(layout.boxes)),
             new_key[tied[key]] if key in tied else None,
         )
-    own, versions = reader.manifest, _versions_of(reader, manifest)
+    own, versions = reader.manifest, manifest.module_versions
+    if versions and reader.source.is_foreign:
+        versions = plain_roots(versions, manifest.tensors)
     every = {*own.tensors, *own.values, *own.per_rank, *reader.source.unread, *reader.left_out}
     return Choice(
         reader,
@@ -159,11 +161,6 @@ def _with_averages(manifest: Manifest, weights: str) -> tuple[Manifest, dict[str
     roots, others = _optimizers_and_averages(replace(manifest, tensors=averaged))
     averaged, of_masters = with_masters(averaged, instead, lambda key: key in others or is_optimizer_state(key, roots))
     return replace(manifest, tensors=averaged), instead | of_masters
-
-
-def _versions_of(reader: CheckpointReader, manifest: Manifest) -> Versions | None:
-    versions = manifest.module_versions
-    return plain_roots(versions, manifest.tensors) if versions and reader.source.is_foreign else versions
 
 
 def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:

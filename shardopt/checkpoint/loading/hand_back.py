@@ -12,7 +12,7 @@ from shardopt.checkpoint.loading.refusals import MAY_HAVE_CHANGED
 from shardopt.checkpoint.loading.torchs.kept import keeping_groups_and_dtypes
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
-from shardopt.state.fused_kernels import take_rates
+from shardopt.state.fused_kernels import has_other_rate, kernels_in
 from shardopt.state.names import plain_name
 from shardopt.state.paths import join
 from shardopt.state.state import PartialStateful, RestoreTarget
@@ -82,7 +82,9 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         try:
             with keeping_groups_and_dtypes(target.object):
                 _give(target.taker, target.filled_state(), lenient)
-                take_rates(target.object)
+                for fused, kernel in kernels_in(target.object):
+                    if has_other_rate(fused, kernel):
+                        fused.zero_grad()  # gives the kernel the rate of its group; it has no gradients
         except Exception as error:
             told = _refusal(error, loaded, number)
             if told is error:

@@ -108,7 +108,9 @@ def init_unstepped(
         reader, flat, names = look()
         changes = dict(_Comparison(flat, names, reader.manifest, takes_back, extends).changes())
         if any(each.is_due for each in changes.values()):
-            _refuse_lazy(flat, names.chosen)
+            for key, tensor in flat.tensors().items():
+                if key in names.chosen and is_lazy(tensor):
+                    view_of(tensor, key)  # raises: for a parameter without a shape no state can be made
         return changes
 
     def merge(reports: list[Any]) -> dict[str, Any]:
@@ -141,13 +143,6 @@ def init_unstepped(
         _take_back(begun)
         raise
     return partial(_take_back, begun)
-
-
-def _refuse_lazy(flat: FlatState, chosen: Set[str]) -> None:
-    """Raises LayoutError for a parameter without a shape, for which no state can be made."""
-    for key, tensor in flat.tensors().items():
-        if key in chosen and is_lazy(tensor):
-            view_of(tensor, key)
 
 
 def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]], begun: list[_Change]) -> None:

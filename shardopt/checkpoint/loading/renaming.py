@@ -235,11 +235,8 @@ def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
         return {}
     names = "|".join(map(re.escape, sorted(flat.tied, key=len, reverse=True)))
     pattern = re.compile(rf"(?<![^.])(?:{names})(?![^.])")  # whole segments
-
-    def under_others(key: str) -> str:
-        return pattern.sub(lambda found: flat.tied[found[0]], key)
-
-    return {key: name for key in keys if key not in flat.leaves and (name := under_others(key)) in flat.leaves}
+    under_others = {key: pattern.sub(lambda found: flat.tied[found[0]], key) for key in keys if key not in flat.leaves}
+    return {key: name for key, name in under_others.items() if name in flat.leaves}
 
 
 def _spread(values: Values, flat: FlatState) -> Values:

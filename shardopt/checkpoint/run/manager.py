@@ -31,7 +31,6 @@ from shardopt.checkpoint.run.options import (
     check_restore_options,
     check_run_options,
     check_step,
-    preemption_of,
 )
 from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
@@ -115,7 +114,8 @@ class Manager:
         for url, of_url in given:
             if isinstance(url, str | os.PathLike):
                 use_options(url, of_url)
-        rules, preemption = retention_of(keep), preemption_of(stop_on)
+        rules = retention_of(keep)
+        preemption = stop_on if stop_on is None or isinstance(stop_on, Preemption) else Preemption(stop_on)
         copies = None if mirror is None else (f"destinations[{len(tiers)}].url", mirror.url)
         check_run_options(root, copies, export, every, stage, preemption is not None, options)
         with ExitStack() as if_it_fails:  # whoever keeps the error keeps this frame, too

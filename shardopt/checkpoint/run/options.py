@@ -67,12 +67,6 @@ def check_restore_options(step: Any, branch: Any, newer: Any) -> None:
     )
 
 
-def refuse_unknown_branch(branch: int, current: int) -> None:
-    """Raises OptionError for a branch that a run does not have."""
-    remedy = "see abandoned_steps() for those that there are"
-    refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
-
-
 def _is_no_directory(path: str) -> bool:
     """Whether something other than a directory is there. Failing disks are left to the first round, for all ranks."""
     try:
@@ -140,11 +134,6 @@ class Preemption:
     def all_signals(self) -> tuple[signal.Signals, ...]:
         """The signals, each once, in the given order."""
         return self.signals if isinstance(self.signals, tuple) else (self.signals,)
-
-
-def preemption_of(stop_on: Any) -> Preemption | None:
-    """Converts a `Manager`'s `stop_on=`, signals or a `Preemption`, to a `Preemption`. Raises OptionError."""
-    return stop_on if stop_on is None or isinstance(stop_on, Preemption) else Preemption(stop_on)
 
 
 def _signals_of(signals: Any) -> tuple[tuple[signal.Signals, ...], list[Problem]]:

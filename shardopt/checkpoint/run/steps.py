@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
+from shardopt.checkpoint.arguments import refuse
 from shardopt.checkpoint.loading.refusals import errors_name_failed_loads
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.after_commit import AfterCommit
 from shardopt.checkpoint.run.branches import Branches, CheckpointId, Newer, not_rising
 from shardopt.checkpoint.run.context import Candidate, Restored, Run
-from shardopt.checkpoint.run.options import refuse_unknown_branch
 from shardopt.checkpoint.run.stopping import Stop
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.saving.async_save import AsyncSaver, Stage
@@ -27,6 +27,7 @@ from shardopt.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     GradientError,
+    Problem,
     UnreadableError,
 )
 
@@ -271,7 +272,8 @@ class Steps:
         current = run.agree_on_branches(needs_copies=True).current
         seen_from = current if branch is None else branch
         if seen_from > current:
-            refuse_unknown_branch(seen_from, current)
+            remedy = "see abandoned_steps() for those that there are"
+            refuse([Problem("branch", f"branch {seen_from}", f"one from 0 to {current}", remedy)])
         required = required or step is not None
 
         restored = restore_newest(partial(self._candidates, seen_from, step, required), load)

@@ -301,7 +301,9 @@ class Follower:
             self._at, self._is_torn = found, False  # in the pause: who serves next is told the step of these weights
             pause = world().monotonic() - begin
         finally:  # also of a pause that was interrupted as it began
-            self._leave_pause()
+            with self._changed:
+                self._pausing = False
+                self._changed.notify(1 << 30)
         self._held = staged.held()
         return pause
 
@@ -313,11 +315,6 @@ class Follower:
 
         ranks.agree(f"{doing} after serving", work=enter)
         return world().monotonic()
-
-    def _leave_pause(self) -> None:
-        with self._changed:
-            self._pausing = False
-            self._changed.notify(1 << 30)
 
     def _wait_until(self, is_so: Callable[[], bool], waited_for: str) -> None:
         """Waits, with the condition held, until something is so; raises CheckpointError after the deadline."""

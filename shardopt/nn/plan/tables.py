@@ -124,7 +124,9 @@ def plan_tables(
     ]
     found = solve(sizes, job)
     cuts = [
-        table.cut if _stays(table, keep) else _cut(shape) for table, shape in zip(tables, found.shapes, strict=True)
+        # A kept "whole" becomes a grid that names the rank.
+        table.cut if table.name in keep and table.cut != "whole" else _cut(shape)
+        for table, shape in zip(tables, found.shapes, strict=True)
     ]
     planned = tuple(replace(table, cut=cut) for table, cut in zip(tables, cuts, strict=True))
     return TablePlan(planned, found.bytes_per_rank, found.seconds_per_rank, found.why, found.bound)
@@ -182,8 +184,3 @@ def _kept(cut: Cut, ranks: int) -> Shape:
 
 def _cut(shape: Shape) -> Cut:
     return shape.name or Grid(shape.rows, shape.columns, shape.ranks)
-
-
-def _stays(table: Table, keep: Collection[str]) -> bool:
-    """Whether the table's cut is kept as it was written; a kept "whole" becomes a grid that names the rank."""
-    return table.name in keep and table.cut != "whole"

@@ -28,7 +28,6 @@ from shardopt.optim.averages.tensors import (
     by_own_names,
     by_plain_name,
     copied,
-    is_inexact,
     names_of_averages,
     refuse_other_shapes,
     refuse_unaveraged,
@@ -178,7 +177,7 @@ class Averaging:
         step_size = self._step_size(n) if n and own else 1.0
         with torch.no_grad():
             for averages, weights in buckets(list(self._pairs())):
-                if n == 0 or not is_inexact(averages[0].dtype):
+                if n == 0 or not (averages[0].is_floating_point() or averages[0].is_complex()):
                     torch._foreach_copy_(averages, weights)
                 else:
                     converted = [weight.detach().to(averages[0].device, averages[0].dtype) for weight in weights]

@@ -130,7 +130,7 @@ class Places:
         Args:
             also_modules: whether to find those of modules that were replaced: a walk over all.
         """
-        if self._are_as_seen() and not also_modules:
+        if not also_modules and all(of_module.get(name) is param for of_module, name, param in self._seen):
             return []
         reshard(self._model.modules())  # which may stand in their place
         now = {id(param) for param in self._model.parameters()}
@@ -154,9 +154,6 @@ class Places:
     def refuse_others(self) -> None:
         """Raises StateError if the model has other parameters than those that are averaged, also added ones. Local."""
         refuse_replaced(self.others())
-
-    def _are_as_seen(self) -> bool:
-        return all(of_module.get(name) is param for of_module, name, param in self._seen)
 
 
 def refuse_replaced(names: Mapping[str, str]) -> None:

@@ -124,11 +124,6 @@ def _is_slice(tensor: Tensor) -> bool:
     return kind.__name__ == "TableBatchedEmbeddingSlice" and kind.__module__.startswith("torchrec.")
 
 
-def is_inexact(dtype: torch.dtype) -> bool:
-    """Whether tensors of a dtype can be averaged."""
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Groups averages and weights by device and dtype, one group per multi-tensor operation.
 

@@ -26,8 +26,8 @@ from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gradients.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.optim.state_dict.groups import refuse_unknown
-from shardopt.optim.state_dict.offered import put_state, with_key
-from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved
+from shardopt.optim.state_dict.offered import with_key
+from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, put_state
 from shardopt.ranks import SharedGroup
 from shardopt.runtime.deferred_checks import DeferredChecks
 from shardopt.runtime.partial_loads import refuse_backward_of_partly_loaded

@@ -213,7 +213,7 @@ class LocalState(MutableMapping[Any, Any]):
     @property
     def saves_untouched(self) -> bool:
         """Whether a save notes which parameters have state but no step yet, as the first step replaces that state."""
-        return self._settled or (self.narrow is not None and self.narrow.settles_late)
+        return self._settled or (self.narrow is not None and self.narrow.algorithm.settled_at_first_step)
 
     def is_untouched(self, parameter: Tensor, group: Group) -> bool:
         """Whether the parameter of a group has state but no step yet, so that the first step replaces the state."""

@@ -172,7 +172,9 @@ class LoadPlan:
     def _merge(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
         """Plans to load one value; returns what to store: the same tensor, mapping or object, or a new plain value."""
         if isinstance(into, Tensor):
-            if not isinstance(offered, Tensor) and _is_number_for(into, offered):
+            # As torch before 1.12 stored counters and rates.
+            is_number = type(offered) is int or (type(offered) is float and into.is_floating_point())
+            if is_number and view_of(into).shape == ():
                 offered = torch.tensor(offered, dtype=into.dtype, device="cpu")
             if isinstance(offered, Tensor):
                 self._tensor(key, into, offered)
@@ -285,13 +287,6 @@ def _kind(value: Any) -> str:
     if isinstance(value, list | tuple) and any(_kind(element) != _PLAIN for element in value):
         return "a sequence with tensors"
     return _PLAIN
-
-
-def _is_number_for(into: Tensor, offered: Any) -> bool:
-    """Whether a number is offered for a tensor of its kind, as torch before 1.12 stored counters and rates."""
-    if type(offered) not in (int, float):
-        return False
-    return view_of(into).shape == () and (type(offered) is int or into.is_floating_point())
 
 
 def _both_floating(here: torch.dtype, there: torch.dtype) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
+from shardopt.errors import MismatchError, Problem, ShardoptError
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.saved_form import as_saved
 from shardopt.runtime.torch_private import before_load_state_dict
@@ -30,15 +30,6 @@ def with_key(name: str, key: str) -> str:
 def without_key(name: str, key: str) -> str:
     """Strips a part's key from a name; a name without that prefix stays."""
     return name.removeprefix(f"{key}.") if key else name
-
-
-def put_state(state: dict[str, Any], more: Mapping[str, Any], owners: str) -> None:
-    """Adds state under new names. Raises StateError if one is taken."""
-    taken = sorted(more.keys() & state.keys())
-    if taken:
-        problems = [Problem(name, f"state of {owners}", "of one of them", "give it another name") for name in taken]
-        raise StateError("two optimizers keep state under one name", problems)
-    state.update(more)
 
 
 def begins(name: str, key: str) -> bool:
@@ -78,7 +69,9 @@ def distributed(plan: LoadPlan, parts: Sequence[Part], offered: Mapping[str, Any
     of its own.
     """
     keys = [part.key for part in parts]
-    by_part: list[dict[str, Any]] = [{STATE: {}} if part.group_count is None else _nothing() for part in parts]
+    by_part: list[dict[str, Any]] = [
+        {STATE: {}} if part.group_count is None else {STATE: {}, PARAM_GROUPS: []} for part in parts
+    ]
     state, groups = offered.get(STATE, {}), offered.get(PARAM_GROUPS, [])
     if isinstance(state, Mapping):
         for name, index in _owners(plan, STATE, state, parts).items():
@@ -107,10 +100,6 @@ def distributed(plan: LoadPlan, parts: Sequence[Part], offered: Mapping[str, Any
             if members[PARAMS] or members.get(ELSEWHERE) or is_twin:
                 by_part[index][PARAM_GROUPS].append(members)
     return by_part
-
-
-def _nothing() -> dict[str, Any]:
-    return {STATE: {}, PARAM_GROUPS: []}
 
 
 def _owners(plan: LoadPlan, section: str, names: Iterable[str], parts: Sequence[Part]) -> dict[str, int]:

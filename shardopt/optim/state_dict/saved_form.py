@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.errors import StateError
+from shardopt.errors import Problem, StateError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.options import as_number, is_equal_option, overridden, replaced
@@ -104,6 +104,15 @@ def as_saved(value: Any) -> Any:
     if is_stateful(value):
         return value.state_dict()
     return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
+
+
+def put_state(state: dict[str, Any], more: Mapping[str, Any], owners: str) -> None:
+    """Adds state under new names. Raises StateError if one is taken."""
+    taken = sorted(more.keys() & state.keys())
+    if taken:
+        problems = [Problem(name, f"state of {owners}", "of one of them", "give it another name") for name in taken]
+        raise StateError("two optimizers keep state under one name", problems)
+    state.update(more)
 
 
 def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:

@@ -9,6 +9,7 @@ from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.runtime.torch_private import around_loads
@@ -38,10 +39,9 @@ def keeping_groups_and_dtypes(loaded: Any) -> Iterator[None]:
     Dtypes of moments in fp32, counts and masks are cast to those of the parameters by torch. Where the optimizer's own
     load goes on, or a hook of the program's runs, state has its dtypes already.
     """
-    keeps_groups = isinstance(loaded, Optimizer) and not isinstance(loaded, PartialStateful)
     with ExitStack() as after_load:
-        for each in _with_inner(loaded) if hasattr(loaded, "__dict__") else ():
-            if keeps_groups:
+        for each in _with_inner(loaded) if _may_load_others(loaded) else ():
+            if isinstance(loaded, Optimizer):
                 vars(each)["__setstate__"] = partial(_set_state, each)  # by which loads end, torch's and others'
                 after_load.callback(_by_class_again, each)
             if isinstance(each, Optimizer) and not isinstance(each, PartialStateful):
@@ -49,6 +49,17 @@ def keeping_groups_and_dtypes(loaded: Any) -> Iterator[None]:
                 for hook in around_loads(each, partial(_note, given), partial(_put_back, given)):
                     after_load.callback(hook.remove)
         yield
+
+
+def _may_load_others(loaded: Any) -> bool:
+    """Whether the load of an object may be one of torch's optimizers, or call one: neither keyed ones nor modules do.
+
+    A module may whose class loads extra state.
+    """
+    if isinstance(loaded, Optimizer):
+        return not isinstance(loaded, PartialStateful)
+    own = (getattr(getattr(loaded, name, None), "__func__", None) for name in ("load_state_dict", "set_extra_state"))
+    return hasattr(loaded, "__dict__") and tuple(own) != (Module.load_state_dict, Module.set_extra_state)
 
 
 def _note(given: dict[str, Any], _: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -85,10 +96,12 @@ def _by_class_again(optimizer: Optimizer) -> None:
 def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Sets the state of an optimizer as its `__setstate__` does, with the new groups' values in its own group dicts."""
     finds_them = hasattr(type(optimizer), PARAM_GROUPS)  # by a property
-    kept, new = () if finds_them else getattr(optimizer, PARAM_GROUPS, ()), state.get(PARAM_GROUPS)
+    kept: Any = () if finds_them else getattr(optimizer, PARAM_GROUPS, ())
+    new: Any = state.get(PARAM_GROUPS)
     old: list[dict[str, Any]] | None = None
     before: list[dict[str, Any]] = []
-    if isinstance(kept, list) and isinstance(new, list) and _are_others(kept, new):
+    as_many = isinstance(kept, list) and isinstance(new, list) and len(kept) == len(new)
+    if as_many and {*map(id, kept)}.isdisjoint(map(id, new)):  # else it keeps them itself
         if PARAM_GROUPS in vars(optimizer):
             before = [dict(group) for group in kept]
             vars(optimizer)[PARAM_GROUPS] = old = [*map(dict, before)]  # a class may read what it had
@@ -103,7 +116,6 @@ def _set_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
     finally:
         was_set = vars(optimizer).get(PARAM_GROUPS) is not old
         if old is not None and not was_set:  # by the class, which may write there
-            assert isinstance(kept, list)
             vars(optimizer)[PARAM_GROUPS] = kept
             _take_written(optimizer, kept, [] if failed else before, old)
 
@@ -133,11 +145,6 @@ def _take_written(
         group.update(changes if shares else values)
     kept[len(old) :] = []
     kept += old[len(kept) :]
-
-
-def _are_others(groups: list[Any], new: list[Any]) -> bool:
-    """Whether as many group dicts replace these; not where an optimizer keeps them itself."""
-    return len(groups) == len(new) and {id(each) for each in groups}.isdisjoint(map(id, new))
 
 
 def _with_inner(optimizer: Optimizer) -> list[Optimizer]:

@@ -48,10 +48,6 @@ class _Range(NamedTuple):
     begin: int
     end: int
 
-    @property
-    def is_single(self) -> bool:
-        return self.end == self.begin + 1
-
 
 def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[str]) -> None:
     """Raises StateError that names the replicas that differ, or the first ones of very many. Collective.
@@ -86,7 +82,7 @@ def _meet(
     """
     most = max(_MOST_RANGES // ranks.size, _LEAST_RANGES)
     ranges = [_Range(group, 0, -1) for group in drifted[:most]]
-    while not all(each.is_single for each in ranges):
+    while not all(each.end - each.begin == 1 for each in ranges):
         _, found = ranks.agree(
             call,
             work=partial(_hashes_of_parts, groups, ranges),

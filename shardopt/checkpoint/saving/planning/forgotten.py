@@ -55,7 +55,7 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
     Args:
         members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
     """
-    saved, lines = flat.saved_targets(), list[str]()
+    saved, lines = [each for each in flat.targets if each.path not in flat.unselected], list[str]()
     optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
     new = [(each, each.object) for each in saved if isinstance(each.object, Optimizer) and each.object not in _seen]
     if scheduled := {join(each.path): own for each, own in new if any(map(is_scheduled, layers_of(each.outer)))}:

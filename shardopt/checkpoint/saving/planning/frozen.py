@@ -77,9 +77,8 @@ class Otherwise:
     def __init__(self, key: str, optimizer: Any, froze: _Named, thawed: _Named) -> None:
         self._key = key
         self._froze, self._thawed = ([(name, ref(each)) for name, each in those] for those in (froze, thawed))
-        self._told, self._handle = not (froze or thawed), None
-        if not self._told:
-            self._handle = running_hooks(constructed(optimizer)).register_step_pre_hook(self._before_step)
+        self._told = False
+        self._handle = running_hooks(constructed(optimizer)).register_step_pre_hook(self._before_step)
 
     def _before_step(self, *unused: Any) -> None:
         with suppress(Exception):  # a line of rank 0 alone is no reason to end a training
@@ -107,8 +106,7 @@ class Otherwise:
 
     def end(self) -> None:
         """Has nothing be logged at a step any more."""
-        if self._handle is not None:
-            self._handle.remove()
+        self._handle.remove()
 
 
 def frozen_otherwise(
@@ -124,7 +122,8 @@ def frozen_otherwise(
     """
     members = {join(path): (each, list(members_of(path, each, names))) for path, each in optimizers}
     if report.frozen is None:
-        return [Otherwise(place, each, _frozen_with_steps(each, names), []) for place, (each, _) in members.items()]
+        frozen = ((place, each, _frozen_with_steps(each, names)) for place, (each, _) in members.items())
+        return [Otherwise(*each, []) for each in frozen if each[-1]]
     stored = {key: report.renamed.get(key, key) for _, own in members.values() for key, _, _ in own}
     noted, found = set(report.frozen), list[Otherwise]()
     are_known = noted.issubset(stored.values())  # else they may be these under other names, and were frozen too
@@ -135,7 +134,8 @@ def frozen_otherwise(
             if all(stored[key] in noted for key, _, _ in own):  # a network that is frozen while another has its turn
                 thawed = []
             froze = froze if are_known else []
-            found.append(Otherwise(place, optimizer, froze, thawed))
+            if froze or thawed:
+                found.append(Otherwise(place, optimizer, froze, thawed))
     return found
 
 

@@ -60,7 +60,7 @@ def compared_with(
     def look(request: WriteRequest) -> tuple[list[Part], BuiltDelta | None]:
         memory = _bytes_of(base, request, views)
         of_box = _parts_of(base, request, memory)
-        changed_bytes = request.nbytes - _bytes_in(request, of_box)
+        changed_bytes = request.nbytes - sum(part.end - part.begin for part in of_box) * row_bytes(request)
         # Followers know a box again only if it is not cut.
         is_kept = chain != "anchor" and (is_bounded or not changed_bytes)
         return of_box if is_kept else [], _delta_of(base, request, memory, changed_bytes, is_bounded)
@@ -312,7 +312,3 @@ def _delta_of(
 def _bytes_of(base: Base, request: WriteRequest, views: Mapping[str, View]) -> TensorBytes:
     tensor = memory_of(request, views)
     return TensorBytes(tensor) if base.kept is None else base.kept.add(request, tensor)
-
-
-def _bytes_in(request: WriteRequest, parts: Sequence[Part]) -> int:
-    return sum(part.end - part.begin for part in parts) * row_bytes(request)

@@ -5,6 +5,7 @@ from collections import OrderedDict, defaultdict, deque, namedtuple
 import pytest
 import torch
 
+import shardopt
 from shardopt import checkpoint
 
 
@@ -150,3 +151,43 @@ def test_hooks_of_the_program_find_state_as_it_was_saved(tmp_path):
     assert seen == [torch.int64]
     assert not app["optimizer"]._optimizer_load_state_dict_pre_hooks
     assert len(app["optimizer"]._optimizer_load_state_dict_post_hooks) == 1
+
+
+class Learner(torch.nn.Linear):
+    """A module of the program's own that has its optimizer as extra state."""
+
+    def __init__(self):
+        super().__init__(2, 2, bias=False, dtype=torch.bfloat16)
+        self.optimizer = Mixed([self.weight])
+
+    def get_extra_state(self):
+        return self.optimizer.state_dict()
+
+    def set_extra_state(self, state):
+        self.optimizer.load_state_dict(state)
+
+
+def test_the_optimizer_in_the_extra_state_of_a_module_keeps_its_dtypes(tmp_path):
+    torch.manual_seed(0)
+    saved, model = Learner(), Learner()
+    for each in (saved, model):
+        train({"model": each, "optimizer": each.optimizer}, 1)
+    checkpoint.save(tmp_path / "c", {"model": saved})
+    checkpoint.load(tmp_path / "c", {"model": model})
+    (found,), (wanted,) = (each.optimizer.state.values() for each in (model, saved))
+    assert repr(sorted(found.items())) == repr(sorted(wanted.items()))
+
+
+def keyed():
+    model = torch.nn.Linear(2, 2)
+    return shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), keyed], ids=["module", "keyed"])
+def test_a_load_that_calls_no_other_does_not_look_into_attributes(tmp_path, make):
+    app = {"own": make()}
+    app["own"].attribute = [Asked()]
+    checkpoint.save(tmp_path / "c", app)
+    Asked.times = 0
+    checkpoint.load(tmp_path / "c", app)
+    assert Asked.times == 0
