@@ -118,11 +118,7 @@ class AtFirstStep(Enum):
     PARAMETER = "the parameter's value at the first step"
 
 
-def _always(options: Options) -> bool:
-    return True
-
-
-def _any_number(dimensions: int) -> bool:
+def _always(of: Any) -> bool:
     return True
 
 
@@ -153,7 +149,7 @@ class StateEntry:
     dtype: Dtype = Dtype.OF_KIND
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
-    suits: Callable[[int], bool] = _any_number
+    suits: Callable[[int], bool] = _always
     signed: bool = True
     narrows: Callable[[Options], bool] = _always
     maximum: bool = False

@@ -252,18 +252,9 @@ def _step_of(url: str) -> tuple[str, str]:
 def announce(text: str) -> None:
     """Logs a line at INFO; prints it on stderr if the program has configured no logging."""
     _log.info(text)
-    if _has_no_logging():
+    # Not where a handler, a level or a switch of the program's keeps it from being seen.
+    is_off = _log.disabled or logging.lastResort is None or logging.root.manager.disable >= logging.INFO
+    is_default = _log.level == logging.NOTSET and logging.root.level == logging.WARNING
+    if not (_log.hasHandlers() or is_off) and (is_default or _log.isEnabledFor(logging.INFO)):
         with suppress(OSError, ValueError):  # a full disk, a closed stream, letters that its encoding lacks
             print(f"shardopt: {redacted(text)}", file=sys.stderr, flush=True)
-
-
-def _has_no_logging() -> bool:
-    """Whether a line at INFO is lost for lack of logging configuration, rather than by a handler, level or switch."""
-    if (
-        _log.hasHandlers()
-        or _log.disabled
-        or logging.lastResort is None
-        or logging.root.manager.disable >= logging.INFO
-    ):
-        return False
-    return _log.isEnabledFor(logging.INFO) or (_log.level == logging.NOTSET and logging.root.level == logging.WARNING)

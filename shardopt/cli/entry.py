@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from shardopt.cli.flags import put_flags
 from shardopt.cli.output import Output, ReaderGone, Unwritten
-from shardopt.cli.parser import parse
+from shardopt.cli.parser import parse, put_flags
 from shardopt.cli.table import Verb
 from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.version import __version__

@@ -189,16 +189,11 @@ def reshard_before_writing(tensors: Iterable[Tensor]) -> None:
         reshard([module for module in list(_module_state_mapping) if not meshes.isdisjoint(_meshes_of(module))])
 
 
-def shards_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yields the shards that are trained of a module's parameters under `fully_shard`; other modules have none.
-
-    Until they are resharded the module itself has gathered copies in their place.
-    """
-    yield from {id(shard): shard for _, shard in named_shards_of(module)}.values()
-
-
 def named_shards_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the names in a module of the shards that `shards_of` yields, all that one has, in the module's order."""
+    """Yields the shards of a module's parameters under `fully_shard`, by all names that each has, in its order.
+
+    Until they are resharded the module itself has gathered copies in their place. Other modules have none.
+    """
     at: dict[nn.Module, dict[str, Tensor]] = {}
     for sharded in list(_module_state_mapping):  # also one above this module that has it in its group
         if isinstance(sharded, FSDPModule):

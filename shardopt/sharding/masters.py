@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
 
 from shardopt.sharding.view import local_tensors, versions_of
 
-
-class HasMasters(Protocol):
-    """An optimizer whose next step overwrites parameters by their masters."""
-
-    def masters(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields each parameter with its master, and the number of its steps; before the first a master is unused."""
+_holders: WeakSet[Any] = WeakSet()
 
 
-_holders: WeakSet[HasMasters] = WeakSet()
+def note_masters(holder: Any) -> None:
+    """Notes an optimizer that may have masters, by which its next step overwrites parameters, as long as it is there.
 
-
-def note_masters(holder: HasMasters) -> None:
-    """Notes an optimizer that may have masters, as long as it is there."""
+    Args:
+        holder: its `masters()` yields each parameter with its master, and the number of its steps; before the first a
+            master is unused.
+    """
     _holders.add(holder)
 
 

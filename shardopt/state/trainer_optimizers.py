@@ -33,11 +33,7 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
         StateError: it is not one optimizer that it wraps, the wrapper has parameters that what it wraps lacks, or it is
             torch's ZeroRedundancyOptimizer.
     """
-    while isinstance(node, Optimizer) and not is_constructed(node):
-        inner = _inner_of(node)
-        _refuse_unlike_one(node, inner, path)
-        _refuse_lost(node, inner[0], path)
-        node = inner[0]
+    *_, node = layers_of(node, path)
     if any(each.__module__ == _OF_ZERO for each in type(node).__mro__):
         required = "an optimizer whose ranks have their state at one time"
         remedy = "take shardopt.keyed with fully_shard, which shards its state as well"
@@ -81,11 +77,14 @@ def state_of(node: Stateful, inner: Stateful, path: Path) -> tuple[dict[str, Any
     return state, inner
 
 
-def layers_of(node: Any) -> Iterator[Any]:
-    """Yields a wrapper that `unwrapped` takes, what it wraps, and so on to the optimizer itself."""
+def layers_of(node: Any, path: Path = ()) -> Iterator[Any]:
+    """Yields a wrapper, what it wraps, and so on to the optimizer itself. Raises as `unwrapped`."""
     yield node
     while isinstance(node, Optimizer) and not is_constructed(node):
-        node = _inner_of(node)[0]
+        inner = _inner_of(node)
+        _refuse_unlike_one(node, inner, path)
+        _refuse_lost(node, inner[0], path)
+        node = inner[0]
         yield node
 
 

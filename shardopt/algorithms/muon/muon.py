@@ -1,7 +1,13 @@
 """Muon on sharded parameters: each matrix is orthogonalised whole, by one of the ranks that hold it.
 
-A parameter is one matrix, or holds several (`matrices.py`): experts, or parts that are fused. Of each, with θ of M rows
-and N columns, G gradient, B momentum, O the update; μ momentum, k = ns_steps.
+A parameter is one matrix, or holds several:
+
+[M, N]                 one matrix
+[E, M, N]              E of them, such as the experts of a layer
+split=3                three of equal height in each of these, such as a fused query, key and value; or the heads
+split=(8, 2, 2)        of so many rows
+
+Of each, with θ of M rows and N columns, G gradient, B momentum, O the update; μ momentum, k = ns_steps.
 
     B ← μ B + (1 − μ) G
     U = μ B + (1 − μ) G with nesterov, else B
@@ -21,6 +27,8 @@ they are large. The owner computes on the whole matrix, so that the result is th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Any
 
 import torch
@@ -30,13 +38,15 @@ from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
 from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
 from shardopt.algorithms.gathering.step import GatheredStep
-from shardopt.algorithms.muon.matrices import cost_of, matrices_in, split_of
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.options import NOT_NEGATIVE, RATE, Range, one_of, options_of
 from shardopt.algorithms.registry import Options
-from shardopt.errors import Problem, StateError
+from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import local_tensors
+
+Split = int | tuple[int, ...] | None
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -148,3 +158,50 @@ def unsuitable_for_muon(view: View) -> str:
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
     return uncovered(view)
+
+
+def split_of(option: Any) -> Split:
+    """Returns the option `split` in a form that can be compared. Raises ValueError if it is invalid."""
+    split = tuple(option) if isinstance(option, list | tuple) else option
+    numbers = split if isinstance(split, tuple) else (split,)
+    if split is None or (numbers and all(type(number) is int and number >= 1 for number in numbers)):
+        return split
+    raise ValueError(f"Muon's split is {option!r}; required None, a number of parts, or the rows of each")
+
+
+def matrices_in(name: str, shape: tuple[int, ...], split: Split) -> tuple[Box, ...]:
+    """Returns the boxes of a parameter's matrices, in ascending order, without empty ones.
+
+    Raises:
+        AlgorithmError: its rows cannot be split so.
+    """
+    boxes = _boxes(shape, split)
+    if boxes is None:
+        parts = f"parts of {split} rows" if isinstance(split, tuple) else f"{split} parts of equal height"
+        remedy = "give it to a group of its own, with the split that it has"
+        problem = Problem(name, f"{shape[-2]} rows", parts, remedy)
+        raise AlgorithmError("a parameter cannot be split into matrices", [problem])
+    return boxes
+
+
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], split: Split) -> tuple[Box, ...] | None:
+    *outer, rows, columns = shape
+    heights = split if isinstance(split, tuple) else (rows // (split or 1),) * (split or 1)
+    if sum(heights) != rows:
+        return None
+    begins = accumulate(heights[:-1], initial=0)
+    parts_of_one = list(zip(begins, heights, strict=True))
+    return tuple(
+        Box((*index, begin, 0), (*[1] * len(outer), height, columns))
+        for index in product(*map(range, outer))
+        for begin, height in parts_of_one
+        if height * columns
+    )
+
+
+def cost_of(sizes: tuple[int, ...], steps: int) -> int:
+    """Returns the cost of a matrix, or a stack of matrices, for so many steps of the Newton-Schulz iteration."""
+    short, long = sorted(sizes[-2:])
+    # Two products of [short, long] matrices and one of [short, short] in each step.
+    return steps * (4 * short * short * long + 2 * short**3) + short * long

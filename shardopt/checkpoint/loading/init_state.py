@@ -32,8 +32,8 @@ from shardopt.checkpoint.loading.torchs.made_state import (
     stored_dtypes,
     stored_state,
     torchs_state,
+    torchs_within,
 )
-from shardopt.checkpoint.loading.torchs.within import torchs_within
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.runtime.signatures import signature
 from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import xxhash
+from torch import Tensor
 
+from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.rearrange.binding import bind, unequal
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.ties import names_to_leave_out, second_names
-from shardopt.checkpoint.rearrange.zeros import Zeros
 from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.reading.fetch import fetch
-from shardopt.checkpoint.sources.reading.open_file import ReadRequest
+from shardopt.checkpoint.sources.reading.open_file import ComputedFile, ReadRequest, form_of
+from shardopt.checkpoint.storage import Span
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
@@ -160,3 +163,17 @@ class RearrangedReader(CheckpointReader):
                     "the checkpoint does not fit the rules; nothing was changed", [problem], code="bad-rules"
                 )
             yield key
+
+
+class Zeros(ComputedFile):
+    """A file of zeros, which has any box that is asked for."""
+
+    def request(self, key: str, dtype: Dtype, target: Tensor) -> ReadRequest:
+        """Returns the read that fills a whole target with zeros."""
+        box = whole(target.shape)
+        return ReadRequest(self, self.entry(key, form_of(dtype, box)), dtype, box.sizes, box, target)
+
+    def fill(self, spans: Sequence[Span]) -> None:
+        for _, memory in spans:
+            if memory.nbytes:
+                ctypes.memset(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), 0, memory.nbytes)

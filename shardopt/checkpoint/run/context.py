@@ -10,19 +10,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from shardopt.checkpoint.reports import LoadReport, announce
-from shardopt.checkpoint.run.branches import (
-    Branch,
-    Branches,
-    CheckpointId,
-    Newer,
-    branches_of,
-    ids_in,
-    merge_records,
-    parse_id,
-)
+from shardopt.checkpoint.run.branches import Branch, Branches, CheckpointId, Newer, branches_of, merge_records, parse_id
 from shardopt.checkpoint.run.mirror import MirrorCopier
 from shardopt.checkpoint.run.retention import Retention
-from shardopt.checkpoint.run.root import Root, committed_or_unread, refuse_seen_by_some
+from shardopt.checkpoint.run.root import Root, refuse_seen_by_some
 from shardopt.checkpoint.text import plural, seconds_text
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Halt, Ranks, SharedGroup, as_call
@@ -312,7 +303,7 @@ class Run:
             raise CheckpointError(
                 "another job has taken this run back while it was looked at", problems, code="run-root"
             )
-        committed = [list(id) for id in ids_in(committed_or_unread(self.root.storage, [id.name for id in ids]))]
+        committed = [list(id) for id in self.root.committed_or_unread(ids)]
         if committed or not ranks_see_any[0]:  # not where a save of another process has just made the first directory
             refuse_seen_by_some(self.root.url, ranks_see_any)
         return committed

@@ -284,6 +284,10 @@ class Root:
         """Returns the committed checkpoints among some, and the errors of those that cannot be looked at."""
         return _committed_among(ids, self.is_committed, self.storage.is_remote)
 
+    def committed_or_unread(self, ids: Sequence[CheckpointId]) -> list[CheckpointId]:
+        """Returns those of some checkpoints that a restore may take, ascending."""
+        return ids_in(committed_or_unread(self.storage, [id.name for id in ids]))
+
     def committed_of(
         self, ids: Sequence[CheckpointId]
     ) -> tuple[list[CheckpointId], dict[CheckpointId, CheckpointError]]:

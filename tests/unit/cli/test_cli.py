@@ -15,7 +15,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import open as storage_open
 from shardopt.cli import main
-from shardopt.cli.flags import put_flags
+from shardopt.cli.parser import put_flags
 from shardopt.cli.table import VERBS
 from shardopt.errors import MismatchError, Problem
 from tests.support.source import ROOT

@@ -2,12 +2,15 @@
 
 Nothing says what entries an optimizer of a program's own has. So there is a place for each that is stored: of
 parameters without state; of those whose constructor has made some of it; and under keys that are no parameters.
+
+State of those within another library's optimizer by names (torchrec's wrappers) is made here too: its own `init_state`
+is a step on zero gradients, which decays weights, and makes state of parameters that had none when they were saved.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +27,7 @@ from shardopt.runtime.torch_private import lazy_state, makes_lazy_state_as_torch
 from shardopt.sharding.view import local_tensors, view_of
 from shardopt.state.param_groups import PARAMS, numbers_in, other_algorithm
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join, nest
-from shardopt.state.state import FlatState, RestoreTarget, Tied
+from shardopt.state.state import FlatState, PartialStateful, RestoreTarget, Tied
 
 _STEP_BEFORE = (
     "where there is a checkpoint to load (manager.steps()), take a step with rate 0 before: set 'lr' of each group to "
@@ -265,3 +268,46 @@ def _place_for(
 
 def _holds_all(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     return torch.promote_types(dtype, parameter.dtype) == parameter.dtype
+
+
+def torchs_within(
+    target: RestoreTarget, keys: Iterable[str], manifest: Manifest, tied: Tied, saved_as: Callable[[], Any]
+) -> list[TorchsState]:
+    """Returns a `TorchsState` for each of torch's optimizers within an optimizer that has its parameters by name.
+
+    Args:
+        target, keys, manifest, tied, saved_as: as for `torchs_state`.
+    """
+    optimizer, params = target.object, getattr(target.object, "params", None)
+    is_others = isinstance(optimizer, Optimizer) and not isinstance(optimizer, PartialStateful)
+    if not is_others or not isinstance(params, Mapping):
+        return []
+    names = {id(parameter): name for name, parameter in params.items()}
+    stored = stored_state(target, keys, manifest, {tied.get(name, name): name for name in params})
+    found = []
+    for inner in _innermost(optimizer):
+        parameters = [each for group in inner.param_groups for each in group[PARAMS] if id(each) in names]
+        own = {names[id(each)]: each for each in parameters}
+        saved = {name: stored[tied.get(name, name)] for name in own if tied.get(name, name) in stored}
+        found.append(TorchsState(inner, own, saved, (), saved_as))
+    return found
+
+
+def _innermost(node: Any, above: tuple[Any, ...] = ()) -> Iterator[Optimizer]:
+    """Yields the optimizers in an optimizer's attributes, and in theirs, that are around no other.
+
+    Args:
+        above: those around this one, which it may know.
+    """
+    if not isinstance(node, Optimizer):
+        for each in node if isinstance(node, list | tuple) else ():
+            yield from _innermost(each, above)
+        return
+    if any(each is node for each in above):
+        return
+    values = [value for name, value in vars(node).items() if name != "param_groups"]
+    within = [each for value in values for each in _innermost(value, (*above, node))]
+    if within or hasattr(node, "init_state"):
+        yield from within
+    else:
+        yield node

@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
-from shardopt.checkpoint.saving.planning.frozen import Otherwise, frozen_otherwise
-from shardopt.checkpoint.saving.planning.in_eval import Layers, LayersInEval
+from shardopt.checkpoint.saving.planning.frozen import Layers, LayersInEval, Otherwise, frozen_otherwise
 from shardopt.checkpoint.saving.planning.unheld import (
     Found,
     may_hold_others,

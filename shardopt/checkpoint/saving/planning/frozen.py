@@ -1,7 +1,11 @@
-"""Finds the frozen parameters of optimizers: a save notes them, as no state says which they are.
+"""Finds the frozen parameters of optimizers, and layers in `eval()` while the rest of their module trains.
 
-A resumed run whose script forgets to freeze a layer again, or to unfreeze it, would train otherwise without an error. A
-warning says so at its first step: a script may restore first, and freeze afterwards.
+No state says which they are, so a save notes them. A resumed run whose script forgets one would train otherwise without
+an error. A warning says so: of parameters at its first step, as a script may restore first, and freeze afterwards.
+
+Layers are looked at in calls of `save`. That may come within an evaluation, or after one that has ended otherwise than
+it began. So a module counts only where it is the same at two calls, one after the other, of which the first need not
+save anything: both where it is noted and where it is compared. A module that is in `eval()` as a whole does not count.
 """
 
 from __future__ import annotations
@@ -13,20 +17,28 @@ from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
-from shardopt.runtime.torch_private import running_hooks
+from shardopt.runtime.torch_private import in_eval, running_hooks
 from shardopt.sharding.gradients import is_moved_by_backward, requires_gradient
 from shardopt.sharding.view import local_tensors
-from shardopt.state.names import ParameterNames
+from shardopt.state.names import ParameterNames, plain_names_in
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 from shardopt.state.state import FlatState
 from shardopt.state.trainer_optimizers import constructed
 
+Layers = tuple[str, ...]
+"""The names of layers within a module, without wrappers' parts; one name stands for all that is in it."""
+
 _Named = list[tuple[str, Tensor]]
 _AGAIN = "again before the loop; requires_grad is not saved [optimizer-state]"
+_LINE = (
+    "%d layers are in %s that were in %s when this step was saved, such as %s: if the run put them there, call their "
+    "%s again, %s; the modes of layers are not saved [optimizer-state]"
+)
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -153,3 +165,77 @@ def _has_stepped(state: Mapping[str, Any] | None) -> bool:
     if isinstance(step, Tensor):
         return any(bool((local > 0).any()) for local in local_tensors(step))
     return bool(state) if step is None else step > 0
+
+
+def layers_in_eval(root: Module) -> Layers | None:
+    """Returns the layers of a module that are in `eval()`; None if all are.
+
+    Layers are modules without others in them: the mode of what wraps them or holds them says nothing.
+    """
+    found = in_eval(root)
+    if found is None:
+        return None
+    plain = plain_names_in(root, found)
+    return tuple(plain.get(name, name) for name in found)
+
+
+class LayersInEval:
+    """The layers in `eval()` at the saves of one run. On rank 0."""
+
+    def __init__(self) -> None:
+        self.looks = 0  # at so many calls of `save` from now on
+        self._seen = dict[str, Layers | None]()  # at the last look, by the key of their module
+        self._stored = dict[str, Layers]()  # of the restored checkpoint, until they are compared
+
+    def restored(self, report: LoadReport | None) -> None:
+        """Begins to compare with a checkpoint.
+
+        Args:
+            report: of its load; None for none.
+        """
+        noted = (report is not None and report.in_eval) or {}
+        loaded = () if report is None else report.loaded
+        self._stored = {key: own for key, own in noted.items() if any(each.startswith(f"{key}.") for each in loaded)}
+        self.looks = 2
+
+    def look(self, objects: Iterable[tuple[Path, Any]], is_saved: bool) -> dict[str, Layers]:
+        """Returns the layers by the key of their module, of those that are as at the last look; warns of others.
+
+        Args:
+            objects: of the app, by path.
+            is_saved: whether this call of `save` saves.
+        """
+        self.looks = 1 if is_saved else self.looks - 1
+        found = dict[str, Layers]()
+        for path, root in objects:
+            if not isinstance(root, Module):
+                continue
+            key, layers = join(path), layers_in_eval(root)
+            if layers is not None and self._seen.get(key) == layers:
+                found[key] = layers
+                if key in self._stored:
+                    _tell(key, root, layers, self._stored.pop(key))
+            self._seen[key] = layers
+        return found
+
+
+def _tell(key: str, root: Module, layers: Layers, stored: Layers) -> None:
+    """Logs a warning of layers of a module that are in another mode than they were saved in."""
+    if {*layers} == {*stored}:
+        return
+    names = {f"{name}.": name for name, _ in root.named_modules(remove_duplicate=False)}
+    plain = plain_names_in(root, names)
+    known = {plain.get(name, name).removesuffix(".") for name in names}
+    trains = [each for each in stored if not _is_among(each, layers) and each in known]
+    evaluates = [each for each in layers if not _is_among(each, stored)] if known.issuperset(stored) else []
+    if trains:
+        where = join((key, trains[0]))
+        _log.warning(_LINE, len(trains), "train()", "eval()", where, "eval()", "after each train() of the model")
+    if evaluates:
+        where = join((key, evaluates[0]))
+        _log.warning(_LINE, len(evaluates), "eval()", "train()", where, "train()", "before the loop")
+
+
+def _is_among(name: str, layers: Layers) -> bool:
+    """Whether a layer is one of some, or within one."""
+    return any(f"{name}.".startswith(f"{each}.") for each in layers)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
 from shardopt.runtime.live_objects import instances_of
-from shardopt.runtime.torch_gradients import shards_of
+from shardopt.runtime.torch_gradients import named_shards_of
 from shardopt.state.flatten import holds_tensors
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
@@ -185,7 +185,7 @@ def may_hold_others(value: Any) -> bool:
 
 def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Module):
-        return [*value.parameters(), *value.buffers(), *shards_of(value)]
+        return [*value.parameters(), *value.buffers(), *(shard for _, shard in named_shards_of(value))]
     return [value] if isinstance(value, Tensor) else []
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from shardopt import checkpoint
-from shardopt.checkpoint.saving.planning.in_eval import layers_in_eval
+from shardopt.checkpoint.saving.planning.frozen import layers_in_eval
 from tests.support.fake_rank import fake_rank
 
 LINE = "layers are in {} that were in {} when this step was saved, such as {}: "
