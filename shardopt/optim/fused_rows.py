@@ -24,11 +24,6 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
         optimizer: of the parameters; not to be stepped by anyone else.
     """
 
-    @property
-    def updates_in_backward(self) -> bool:
-        """Always true, regardless of the wrapped optimizer."""
-        return True
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes no parameter, as backward has; evaluates a closure and returns its loss."""
         if closure is None:

@@ -7,7 +7,7 @@ import torch
 
 import shardopt
 from shardopt.algorithms import StepsOn, spec_of
-from shardopt.algorithms.muon.newton_schulz import orthogonalised
+from shardopt.algorithms.muon.muon import orthogonalised
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
 from shardopt.sharding.layout import Layout
 from tests.support.cases import option_sets

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
+from math import sqrt
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ from shardopt.algorithms.communicating import uncovered
 from shardopt.algorithms.gathering.assignment import Job, job_of
 from shardopt.algorithms.gathering.optimizer import GatheringOptimizer
 from shardopt.algorithms.gathering.step import GatheredStep
-from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.options import NOT_NEGATIVE, RATE, Range, one_of, options_of
 from shardopt.algorithms.registry import Options
 from shardopt.errors import AlgorithmError, Problem, StateError
@@ -205,3 +205,36 @@ def cost_of(sizes: tuple[int, ...], steps: int) -> int:
     short, long = sorted(sizes[-2:])
     # Two products of [short, long] matrices and one of [short, short] in each step.
     return steps * (4 * short * short * long + 2 * short**3) + short * long
+
+
+def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Approximates the nearest semi-orthogonal matrix: singular values near 1 (with torch's coefficients 0.7 to 1.2).
+
+    A quintic Newton-Schulz iteration (Jordan et al. 2024): X ← a X + (b A + c A²) X with A = X Xᵀ.
+
+    Args:
+        matrix: [M, N] in the dtype to compute in; overwritten.
+        coefficients: (a, b, c).
+        steps: of the iteration.
+        eps: the least norm to divide by.
+
+    Returns:
+        [M, N], in the dtype of `matrix`.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x.div_(x.norm().clamp(min=eps))  # no singular value is larger than the Frobenius norm
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def adjustment(how: str | None, rows: int, columns: int) -> float:
+    """Returns the factor by which the learning rate of a matrix of this shape is scaled."""
+    if how == "match_rms_adamw":
+        return 0.2 * sqrt(max(rows, columns))
+    if how == "spectral_unclamped":
+        return sqrt(rows / columns)
+    return sqrt(max(1, rows / columns))

@@ -99,14 +99,15 @@ class Keeper(Task):
     def saved_at_root(self, id: CheckpointId) -> None:
         """Notes a commit in the root, which lower steps from tiers may reach later: no other job has saved it."""
         self._at_root = id.step
-        if self._own is not None:
-            self._note_own(id, self._own)
+        self._note_own(id)
 
-    def _note_own(self, id: CheckpointId, own: set[CheckpointId]) -> None:
+    def _note_own(self, id: CheckpointId) -> None:
         """Notes a commit. All others count too if this process had loaded one of them before, in whatever way."""
-        if not own and self._run.root.url in loaded_from:
-            self._own = None
-        own.add(id)
+        own = self._own  # once: a restore may change it meanwhile
+        if own is not None:
+            if not own and self._run.root.url in loaded_from:
+                self._own = None
+            own.add(id)
 
     def make_way(self, id: CheckpointId) -> None:
         """Clears a directory to save to: waits for a removal there, and removes a damaged checkpoint.
@@ -141,8 +142,7 @@ class Keeper(Task):
             noted: of that checkpoint, which stays in any case.
         """
         self._saved = id
-        if self._own is not None:
-            self._note_own(id, self._own)
+        self._note_own(id)
         ranks, root = self._run.ranks, self._run.root
         if ranks.rank:
             return

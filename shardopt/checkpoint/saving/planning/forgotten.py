@@ -169,8 +169,11 @@ def _inner_optimizers(others: Sequence[RestoreTarget], flat: FlatState) -> Itera
         if isinstance(getattr(outer, "params", None), Mapping):
             continue
         for name, value in [*vars(outer).items()]:
-            within = [value, *islice(entries_of(value) or (), _MOST_LOOKED_AT)]
-            inner = [each for each in within if isinstance(each, Optimizer) and each not in _told and _tensors_of(each)]
+            inner = [
+                each
+                for each in _with_entries(value)
+                if isinstance(each, Optimizer) and each not in _told and _tensors_of(each)
+            ]
             _told.update(inner)
             saved = {id(leaf.value) for leaf in flat.leaves.values()} if inner else set()
             if any(saved.isdisjoint(_tensors_of(each)) for each in inner):
@@ -194,10 +197,7 @@ def _unsaved_attributes(others: Sequence[RestoreTarget], flat: FlatState) -> Ite
             continue
         known = {id(leaf.value) for leaf in flat.leaves.values()}
         known |= {id(tensor) for group in optimizer.param_groups for tensor in group[PARAMS]}
-        own = {
-            name: (value, *islice(entries_of(value) or (), _MOST_LOOKED_AT))
-            for name, value in [*vars(optimizer).items()]
-        }
+        own = {name: _with_entries(value) for name, value in [*vars(optimizer).items()]}
         lost = [
             name
             for name, values in own.items()
@@ -273,19 +273,15 @@ def _has_state(flat: FlatState, mark: str, besides: Sequence[Path] = ()) -> bool
 
 
 def _attributes_in(flat: FlatState) -> Iterator[Any]:
-    """Yields the attributes of the objects of the app."""
+    """Yields the attributes of the objects of the app, and the first entries of those that are containers."""
     for each in flat.targets:
-        yield from _parts(getattr(each.object, "__dict__", {}))
+        for value in [*getattr(each.object, "__dict__", {}).values()]:  # at once, as a thread may add some
+            yield from _with_entries(value)
 
 
-def _parts(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the values of attributes, and the first ones in their containers.
-
-    A list of schedules is short, and one of data may have millions of entries.
-    """
-    for value in [*attributes.values()]:  # at once, as a thread may add some
-        yield value
-        yield from [*islice(entries_of(value) or (), _MOST_LOOKED_AT)]
+def _with_entries(value: Any) -> list[Any]:
+    """Returns a value, and its first entries: a list of schedules is short, and one of data may have millions."""
+    return [value, *islice(entries_of(value) or (), _MOST_LOOKED_AT)]
 
 
 def _is_state_within(value: Any, mark: str) -> bool:
