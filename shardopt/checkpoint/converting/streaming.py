@@ -69,10 +69,10 @@ def read_parts(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[tupl
         CheckpointError: a number cannot be cast.
     """
     ahead: deque[Future[list[tuple[int, memoryview]]]] = deque()
-    blocks = _Blocks()
+    free = list[mmap.mmap]()
     with world().thread_pool(1, "shardopt-convert") as pool:
         for window in _windows(reader, parts):
-            ahead.append(pool.submit(_read_window, reader, parts, window, blocks))
+            ahead.append(pool.submit(_read_window, reader, parts, window, free))
             if len(ahead) > 1:
                 yield from ahead.popleft().result()
         while ahead:
@@ -100,29 +100,24 @@ _BLOCK_TYPE: Any = type("Block", (ctypes.c_ubyte * WINDOW_BYTES,), {})
 """Memory of a window; a class of its own, so that a weak reference tells when nobody uses it any more."""
 
 
-class _Blocks:
-    """Reuses blocks of memory once all views of them are gone.
+def _take_block(free: list[mmap.mmap]) -> _Block:
+    """Returns memory for a window, which is free again once all views of it are gone.
 
     Not the allocator's: what passes through that from thread to thread stays with it, several times over.
     """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def take(self) -> _Block:
-        try:
-            memory = self._free.pop()
-        except IndexError:
-            memory = mmap.mmap(-1, WINDOW_BYTES)
-        block: _Block = _BLOCK_TYPE.from_buffer(memory)
-        weakref.finalize(block, self._free.append, memory)
-        return block
+    try:
+        memory = free.pop()
+    except IndexError:
+        memory = mmap.mmap(-1, WINDOW_BYTES)
+    block: _Block = _BLOCK_TYPE.from_buffer(memory)
+    weakref.finalize(block, free.append, memory)
+    return block
 
 
 def _read_window(
-    reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace], blocks: _Blocks
+    reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace], free: list[mmap.mmap]
 ) -> list[tuple[int, memoryview]]:
-    block = blocks.take()
+    block = _take_block(free)
     before_casts: _Block | None = None  # a tensor to cast is read as stored, to the same offsets of a block beside
     wanted: list[tuple[str, list[Piece]]] = []
     casts: list[tuple[str, Tensor, Tensor]] = []
@@ -132,7 +127,7 @@ def _read_window(
         part, stored = parts[number], reader.manifest.tensors[parts[number].stored].dtype
         target = source = _tensor_over(block, begin, part.dtype, box)
         if stored.name != part.dtype.name:
-            before_casts = before_casts or blocks.take()
+            before_casts = before_casts or _take_block(free)
             source = _tensor_over(before_casts, begin, stored, box)
             casts.append((part.stored, target, source))
         wanted.append((part.stored, [Piece(box, source)]))

@@ -11,7 +11,7 @@ Only groups whose parameters are names: what numbers mean depends on the app.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.manifest import StoredTensors
@@ -77,26 +77,23 @@ def regrouped(tensors: Mapping[str, Path], values: Values) -> Regrouped:
         for root, by_member in found.items()
         for name, each in by_member.items()
     }
-    cut = _Cuts({root: by_member.keys() for root, by_member in found.items()})
-    kept = {key: (cut(path), value) for key, (path, value) in values.items() if key not in left}
-    return Regrouped({key: cut(path) for key, path in tensors.items()}, {**kept, **options})
+    kept = {key: (_cut(path, found), value) for key, (path, value) in values.items() if key not in left}
+    return Regrouped({key: _cut(path, found) for key, path in tensors.items()}, {**kept, **options})
 
 
-class _Cuts:
-    """Splits paths of flattened state ("state.layers.0.weight.exp_avg") into section, parameter and entry."""
+def _cut(path: Path, names: Mapping[Path, Collection[str]]) -> Path:
+    """Splits a path of flattened state ("state.layers.0.weight.exp_avg") into section, parameter and entry.
 
-    def __init__(self, names: Mapping[Path, Iterable[str]]) -> None:
-        self._names = {root: sorted(each, key=len, reverse=True) for root, each in names.items()}
-        self._known = {root: set(each) for root, each in self._names.items()}
-
-    def __call__(self, path: Path) -> Path:
-        for root, known in self._known.items():
-            if len(path) == len(root) + 1 and path[: len(root)] == root and _is_section(path[-1], f"{_STATE}."):
-                words = str(path[-1]).split(".")[1:]
-                for end in range(len(words) - 1, 0, -1):
-                    if ".".join(words[:end]) in known:
-                        return (*root, _STATE, ".".join(words[:end]), *words[end:])
-        return path
+    Args:
+        names: root of an optimizer → those of its parameters.
+    """
+    for root, known in names.items():
+        if len(path) == len(root) + 1 and path[: len(root)] == root and _is_section(path[-1], f"{_STATE}."):
+            words = str(path[-1]).split(".")[1:]
+            for end in range(len(words) - 1, 0, -1):
+                if ".".join(words[:end]) in known:
+                    return (*root, _STATE, ".".join(words[:end]), *words[end:])
+    return path
 
 
 def _is_section(part: str | int, section: str) -> bool:

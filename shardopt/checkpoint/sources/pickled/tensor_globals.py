@@ -59,31 +59,25 @@ class _Storage(StandIn):
         self.member = member
 
 
-class Storages:
-    """The storages of an archive, by the references in its pickle.
+def storage_in(members: Mapping[str, ZipMember], prefix: str, reference: Any) -> Unknown:
+    """Returns the stand-in for a storage of an archive. Raises TypeError or ValueError if the archive lacks it.
 
     Args:
         members: of the archive.
         prefix: of the names of those that are storages.
+        reference: to it, in the pickle of the archive.
     """
-
-    def __init__(self, members: Mapping[str, ZipMember], prefix: str) -> None:
-        self._members = members
-        self._prefix = prefix
-
-    def storage(self, reference: Any) -> Unknown:
-        """Returns the stand-in for a storage. Raises TypeError or ValueError if the archive lacks it."""
-        if type(reference) is not tuple:
-            raise TypeError("a reference that is no tuple")
-        tag, kind, key, _, count = reference
-        if tag != "storage" or type(key) is not str or type(count) is not int or not isinstance(kind, Unknown):
-            raise TypeError("a reference to what is no storage")
-        if not isinstance(kind, _StorageClass):
-            return Unknown(kind.name)
-        member = self._members[self._prefix + key]
-        if count * (kind.dtype.itemsize if kind.dtype else 1) != member.nbytes:
-            raise ValueError("a storage of another size")
-        return _Storage(kind.name, kind.dtype, key, member)
+    if type(reference) is not tuple:
+        raise TypeError("a reference that is no tuple")
+    tag, kind, key, _, count = reference
+    if tag != "storage" or type(key) is not str or type(count) is not int or not isinstance(kind, Unknown):
+        raise TypeError("a reference to what is no storage")
+    if not isinstance(kind, _StorageClass):
+        return Unknown(kind.name)
+    member = members[prefix + key]
+    if count * (kind.dtype.itemsize if kind.dtype else 1) != member.nbytes:
+        raise ValueError("a storage of another size")
+    return _Storage(kind.name, kind.dtype, key, member)
 
 
 def _tensor(storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> TensorRecord | Unknown:

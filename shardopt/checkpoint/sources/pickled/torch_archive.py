@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, damaged
 from shardopt.checkpoint.sources.pickled.plain_globals import PLAIN_GLOBALS
-from shardopt.checkpoint.sources.pickled.tensor_globals import TENSOR_GLOBALS, Storages, TensorRecord
+from shardopt.checkpoint.sources.pickled.tensor_globals import TENSOR_GLOBALS, TensorRecord, storage_in
 from shardopt.checkpoint.sources.pickled.unpickle import unpickle
 from shardopt.checkpoint.sources.pickled.zip_archive import Read, ZipMember, zip_members
 from shardopt.errors import CorruptionError, FormatError, Problem
@@ -72,7 +73,7 @@ def read_archive(
     if members[pickles[0]].nbytes > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"a pickle of more than {MANIFEST_LIMIT_BYTES} bytes")
     pickle = _read_member(read, members[pickles[0]], where)
-    return unpickle(pickle, where, KNOWN_GLOBALS, Storages(members, f"{root}/data/").storage, attributes)
+    return unpickle(pickle, where, KNOWN_GLOBALS, partial(storage_in, members, f"{root}/data/"), attributes)
 
 
 def _read_at_once(read: Read, begin: int, end: int) -> Read:
