@@ -50,7 +50,7 @@ def _under_names_of_averages(
 
     Where a rule of `rename` is for any of these keys nothing is changed.
     """
-    stored_key: dict[str, str] = {}
+    moved: dict[str, str] = {}
     paths: dict[str, Path | None] = {}  # by stored key; None for what is left out
     for each in flat.targets:
         before = f"{join(each.path)}."
@@ -70,11 +70,9 @@ def _under_names_of_averages(
         path = paths.get(key, tensor.path)
         if path is not None:
             new = join(path) if key in paths else key
-            stored_key[new] = key
+            moved |= {new: key} if new != key else {}
             tensors.append((new, tensor._replace(path=path)))
-    return replace(manifest, tensors=StoredTensors(tensors)), {
-        new: key for new, key in stored_key.items() if new != key
-    }
+    return replace(manifest, tensors=StoredTensors(tensors)), moved
 
 
 def _with_empty_dicts(names: Names, flat: FlatState) -> Names:

@@ -113,11 +113,8 @@ class AsyncSaver:
             afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
                 too.
         """
-        begin, url, options = (
-            world().monotonic(),
-            absolute_url(url),
-            replace(options, kept=self._kept, prints=self._prints),
-        )
+        begin, url = world().monotonic(), absolute_url(url)
+        options = replace(options, kept=self._kept, prints=self._prints)
         in_flight_problem = choice_problem("in_flight", in_flight, ("wait", "refuse"))
         refuse([*choice_problem("stage", stage, ("now", "lazy")), *in_flight_problem])
         call = call_on("saving", url)
@@ -177,9 +174,9 @@ class AsyncSaver:
         """
         try:
             if alone:
-                failure = self.take_failure()
-                if failure is not None:
-                    raise failure
+                self.finish()
+                if self._pending is not None:
+                    self._pending.raise_failure()
             else:
                 self._wait(as_call("closing what saves in the background"), self._group)
         finally:

@@ -173,12 +173,8 @@ class PendingSave:
 
     def abandon_in_child(self) -> None:
         """Ends the save in a forked child, which has no thread to continue it."""
-        self._error, self._reported = (
-            RankError(
-                f"saving {self.url} continues in the process that this one was forked from", code="save-in-flight"
-            ),
-            True,
-        )
+        self._reported, where = True, "in the process that this one was forked from"
+        self._error = RankError(f"saving {self.url} continues {where}", code="save-in-flight")
         self.staged.set_in_child()
         self.done.set_in_child()
 
