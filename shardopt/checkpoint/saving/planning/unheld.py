@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 from weakref import WeakSet, ref
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -21,7 +22,6 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
 from shardopt.runtime.live_objects import instances_of
 from shardopt.runtime.torch_gradients import named_shards_of
-from shardopt.state.flatten import holds_tensors
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 from shardopt.state.state import PerRank, RestoreTarget, is_stateful
 
@@ -35,7 +35,9 @@ _in_apps: WeakSet[Optimizer] = WeakSet()
 """The optimizers in the apps of all runs of this process."""
 
 _written: dict[int, tuple[ref[Any], float]] = {}
-"""Of objects of the program's own, by id: how many characters what they saved last has; infinity if it has tensors."""
+"""Of objects of the program's own, by id: how much they saved last (`_size_of`)."""
+
+_MANY = 1 << 12  # the most that is counted, which is done at each save
 
 Found = list[tuple[Path, Any]]
 """What is in an app, by path: `objects_in`."""
@@ -160,14 +162,27 @@ def note_states(targets: Iterable[RestoreTarget]) -> None:
         own, state = each.object, each.state
         if may_hold_others(own):
             with suppress(TypeError):  # its class has slots, and none for references
-                _written[id(own)] = ref(own), inf if holds_tensors(state) else len(repr(state))
+                _written[id(own)] = ref(own), _size_of(state)
+
+
+def _size_of(state: Any) -> float:
+    """Returns how many entries, numbers and characters a state has; infinity for many, and for tensors."""
+    size, values = 0, [state]
+    for value in values:  # which grows
+        if isinstance(value, Tensor | np.ndarray | PerRank):
+            return inf
+        size += len(value) if isinstance(value, Collection) else 1
+        if size > _MANY:
+            return inf
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, Collection) and not isinstance(value, str | bytes):
+            values += value
+    return size
 
 
 def _room_in(found: Found) -> float:
-    """Returns how many elements a tensor may have that objects of the program's own in an app hold; infinity for any.
-
-    What an object saves as plain values has a character for each element at least.
-    """
+    """Returns how many elements a tensor may have that objects of the program's own in an app hold; infinity for any."""
     rooms = [0.0]
     for _, each in found:
         if may_hold_others(each):

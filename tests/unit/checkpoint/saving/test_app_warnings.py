@@ -207,9 +207,11 @@ class Saves:
     [
         ({"step": 20, "loss_scale": 8.02}, True),
         ({"masters": [0.5] * 256}, False),
+        ({"masters": "0" * 256}, False),
+        ({"order": [0] * 10_000}, False),
         ({"masters": torch.zeros(256)}, False),
     ],
-    ids=["few numbers", "as many", "a tensor"],
+    ids=["few numbers", "as many", "characters", "many", "a tensor"],
 )
 def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, state, is_told, stage):
     model, masters, lists = nn.Linear(2, 1), nn.Parameter(torch.zeros(256)), nn.Linear(2, 128)
