@@ -182,7 +182,7 @@ def _size_of(state: Any) -> float:
 
 
 def _room_in(found: Found) -> float:
-    """Returns how many elements a tensor may have that objects of the program's own in an app hold; infinity for any."""
+    """Returns how many elements a tensor of an object of the program's own in an app may have; infinity for any."""
     rooms = [0.0]
     for _, each in found:
         if may_hold_others(each):
