@@ -13,7 +13,6 @@ from shardopt.checkpoint.format.constants import (
     ALIGNMENT_BYTES,
     CHECKSUMS_PREFIX,
     HEADER_LIMIT_BYTES,
-    SEGMENT_BYTES,
     Dtype,
     all_sizes,
     damaged,
@@ -46,29 +45,36 @@ def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
     Raises:
         StateError: the header would be larger than readers take.
     """
-    tensors: dict[str, Any] = {"__metadata__": {}}
+    texts: list[str] = []  # of the entries
     sharding: dict[str, Any] = {}
+    forms: dict[tuple[str, Box], tuple[str, int, int, dict[str, Any]]] = {}  # which are few for thousands of tensors
     offset = segments = 0
     for key, dtype, box in members:
-        shape = stored_shape(dtype, box.sizes)
-        nbytes = prod(box.sizes) * dtype.itemsize
-        offsets = [offset, offset := offset + nbytes]
-        tensors[key] = {"dtype": dtype.safetensors or "U8", "shape": shape, "data_offsets": offsets}
-        sharding[key] = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
-        segments += segment_count(nbytes)
-    checksums = CHECKSUMS_PREFIX + stem
-    tensors[checksums] = {"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, offset + 8 * segments]}
+        if (form := forms.get((dtype.name, box))) is None:
+            shape, nbytes = stored_shape(dtype, box.sizes), prod(box.sizes) * dtype.itemsize
+            begin = _dump({"dtype": dtype.safetensors or "U8", "shape": shape})[:-1]
+            saved = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
+            form = forms[dtype.name, box] = begin, nbytes, segment_count(nbytes), saved
+        begin, nbytes, count, sharding[key] = form
+        texts.append(f'{_dump(key)}:{begin},"data_offsets":[{offset},{offset + nbytes}]}}')
+        offset += nbytes
+        segments += count
+    checksums, end = CHECKSUMS_PREFIX + stem, offset + 8 * segments
+    texts.append(f'"{checksums}":{_dump({"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, end]})}')
     sharding[checksums] = {"saved_offsets": [0]}
     # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
     sharding_json = json.dumps(sharding, separators=(",", ":"))
-    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding_json}
-    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
+    notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding_json}
+    text = f'{{"__metadata__":{_dump(notes)},{",".join(texts)}}}'.encode()
     padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if padded > HEADER_LIMIT_BYTES:
         remedy = "have fewer tensors, shorter keys, or more ranks"
         problem = Problem(stem, f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}", remedy)
         raise StateError("a data file would be unreadable", [problem])
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+_dump = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
@@ -103,20 +109,20 @@ def parse_header(header: bytes, file_bytes: int, where: str, wanted: Collection[
     numbers: list[Any] = []
     length = offset = len(header)
     segments = 0
-    make, of = tuple.__new__, Entry  # fast, for the tens of thousands that a large model has
-    try:
-        for key, info in table.items():
+    for key, info in table.items():
+        try:
             dtype, shape, (begin, end) = info["dtype"], info["shape"], info["data_offsets"]
-            if type(dtype) is not str or begin + length != offset or not begin <= end < 2**63:
-                raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
+            fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
             numbers += begin, end, *shape
-            offset = end + length
-            if wanted is None or key in wanted or key == checksums:
-                key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
-                entries[key] = make(of, (key, dtype, tuple(shape), begin + length, offset, segments))
-            segments -= (begin - end) // SEGMENT_BYTES  # as `segment_count`
-    except (KeyError, TypeError, ValueError):
-        raise damaged(where, f"a malformed entry for {key!r}") from None
+        except (KeyError, TypeError, ValueError):
+            raise damaged(where, f"a malformed entry for {key!r}") from None
+        if not fits:
+            raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
+        offset = end + length
+        if wanted is None or key in wanted or key == checksums:
+            key = intern(key)  # one string for all files, of which a large job has thousands with the same keys
+            entries[key] = tuple.__new__(Entry, (key, dtype, tuple(shape), begin + length, offset, segments))
+        segments += segment_count(end - begin)
     if not all_sizes(numbers):
         raise damaged(where, "a shape or offset that is no size")
     last = entries.get(checksums)

@@ -32,7 +32,8 @@ MEMBERS = st.lists(
 
 @given(MEMBERS)
 def test_what_is_built_is_parsed(drawn):
-    members = [(key, dtype, Box((offset,) * len(sizes), sizes)) for key, dtype, sizes, offset in drawn]
+    again = [(f"{key} elsewhere", dtype, sizes, offset + 1) for key, dtype, sizes, offset in drawn]
+    members = [(key, dtype, Box((offset,) * len(sizes), sizes)) for key, dtype, sizes, offset in drawn + again]
     header = build_header("r00003-1", members)
     assert len(header) % 4096 == 0
     total = sum(prod(box.sizes) * dtype.itemsize for _, dtype, box in members)
@@ -51,6 +52,9 @@ def test_what_is_built_is_parsed(drawn):
     notes = json.loads(header[8:])["__metadata__"]
     offsets = json.loads(notes["DCP_SHARDING_INFO"])
     assert all(len(offsets[key]["saved_offsets"]) == len(entry.shape) for key, entry in entries.items())
+    assert all(offsets[key]["saved_offsets"][: len(box.offsets)] == [*box.offsets] for key, _, box in members)
+    text = header[8:].decode().rstrip()
+    assert text == json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False)
 
 
 @pytest.fixture(scope="module")
