@@ -220,9 +220,7 @@ class LayersInEval:
 
 
 def _tell(key: str, root: Module, layers: Layers, stored: Layers) -> None:
-    """Logs a warning of layers of a module that are in another mode than they were saved in."""
-    if {*layers} == {*stored}:
-        return
+    """Logs a warning of layers of a module that are in another mode than they were saved in, if any are."""
     names = {f"{name}.": name for name, _ in root.named_modules(remove_duplicate=False)}
     plain = plain_names_in(root, names)
     known = {plain.get(name, name).removesuffix(".") for name in names}

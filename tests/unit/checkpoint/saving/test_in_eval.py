@@ -106,6 +106,7 @@ RIGHT = {
     "evaluated and trained": (freeze, lambda app: app["step"] % 3 or evaluate_and_train(app)),
     "trained whole": (lambda app: app["step"] % 3 == 1 and freeze(app), lambda app: app["step"] % 6 or thaw(app)),
     "evaluated in part": (thaw, evaluate_trunk),
+    "in part at saves": (thaw, lambda app: app["step"] % 3 or app["model"].trunk.eval()),
     "rarely in part": (thaw, lambda app: app["step"] % 4 or app["model"].trunk.eval()),
     "never trained again": (lambda app: None, evaluate),
     "in turn": (thaw, lambda app: app["model"].head.eval()),
@@ -114,7 +115,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_programs_that_evaluate_are_told_of_nothing(tmp_path, caplog, name):
-    for every, resumed in ((1, (4, 5, 6)), (3, (3, 6))):
+    for every, resumed in ((1, (4, 5, 6)), (3, (6, 3))):
         job(tmp_path / str(every), 6, *RIGHT[name], every=every)
         for step in resumed:
             job(tmp_path / str(every), 5, *RIGHT[name], every=every, first=evaluate, step=step)
@@ -153,9 +154,10 @@ def test_names_are_without_wrappers_and_other_names_say_nothing(tmp_path, caplog
     caplog.clear()
     app = new_app()
     app["model"] = nn.Sequential(OrderedDict(body=app["model"].trunk, head=app["model"].head))
-    root = tmp_path / "0"
-    job(root, 3, lambda app: app["model"].train(), app=app, rename={r"\btrunk\.": "body."}, step=6)
-    assert not told(caplog)
+    root, model = tmp_path / "0", app["model"]
+    for before in (lambda app: model.train(), lambda app: model.train() and model.body.eval()):
+        job(root, 3, before, app=app, rename={r"\btrunk\.": "body."}, step=6)
+        assert not told(caplog)
 
 
 def test_sharded_modules_have_the_names_of_plain_ones():
