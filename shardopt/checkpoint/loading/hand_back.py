@@ -97,7 +97,8 @@ def _give(taker: Any, state: Any, lenient: bool) -> None:
         # Keys are compared before. What a module leaves out of its own state, as of a frozen part, it need not get.
         found = taker.load_state_dict(state, strict=False)
         lost = [*(key for key in found.missing_keys if key in state), *found.unexpected_keys]
-        lost = lost or (found.missing_keys if _has_others(state, taker) else [])
+        if not lost and found.missing_keys and _has_others(state, taker):
+            lost = found.missing_keys
         if lost:
             raise KeyError(f"its hooks gave other keys to {', '.join(lost)}")
     else:

@@ -72,9 +72,21 @@ def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind)
     assert line.startswith(FORGOTTEN.format("model"))
 
 
-@pytest.mark.parametrize(
-    "kind", ["no state", "empty state", "others", "saved elsewhere", "its state", "in an object", "wrapped", "gone"]
-)
+class WithAnother(torch.optim.Optimizer):
+    """Has another optimizer step what it does not."""
+
+    def __init__(self, own, other):
+        super().__init__(own, {})
+        self.other = other
+
+    def state_dict(self):
+        return super().state_dict() | {"other": self.other.state_dict()}
+
+
+NOT_LACKING = ("no state", "empty state", "others", "frozen", "saved elsewhere", "its state", "in an object", "wrapped")
+
+
+@pytest.mark.parametrize("kind", [*NOT_LACKING, "within another", "gone"])
 def test_an_app_that_lacks_no_optimizer_is_not_told_of(tmp_path, caplog, monkeypatch, kind):
     model = nn.Linear(2, 1)
     optimizer = (torch.optim.SGD if kind in ("no state", "empty state") else torch.optim.Adam)(model.parameters())
@@ -88,6 +100,10 @@ def test_an_app_that_lacks_no_optimizer_is_not_told_of(tmp_path, caplog, monkeyp
         schedule.itself = schedule  # as a closure over it
         del schedule
         optimizer = app["optimizer"] = torch.optim.Adam([model.bias])
+    if kind == "frozen":
+        model.requires_grad_(False)
+    if kind == "within another":
+        app["optimizer"] = WithAnother([model.bias], optimizer)
     if kind == "its state":
         app["optimizer"] = optimizer.state_dict()
     if kind == "in an object":
