@@ -123,10 +123,10 @@ class Run:
         laid_out: LaysOut,
         without_gradient: Callable[[str, int, bool], bool] = absent,
     ) -> None:
-        start, *gradients = values(dtype)
+        start, *self._gradients = values(dtype)
         self.names = tuple(names)
         self.parameters = {name: Parameter(laid_out(start[name], name)) for name in self.names}
-        self._gradients = [{name: laid_out(gradient[name], name) for name in self.names} for gradient in gradients]
+        self._laid_out = laid_out
         self._without_gradient = without_gradient
         self.optimizer = make(self.parameters)
 
@@ -135,7 +135,7 @@ class Run:
         for step in range(first, last):
             for name, parameter in self.parameters.items():
                 here = not self._without_gradient(name, step, len(self.names) == 1)
-                parameter.grad = self._gradients[step][name].clone() if here else None
+                parameter.grad = self._laid_out(self._gradients[step][name], name) if here else None
             before(step)
             self.optimizer.step()
         return self
