@@ -27,7 +27,7 @@ def without_gradient(name, step, alone):
     return absent(name, step, alone) or (name == LATE and step <= HALF)
 
 
-def a_run(name, options, dtype, backwards):
+def a_run(name, options, dtype, place, backwards):
     """Two groups; parameters and groups in one order or in the other."""
     groups = [{"match": f"^({FLIPPED})$", "maximize": not options.get("maximize", False)}, {"match": "."}]
     if backwards:
@@ -36,7 +36,7 @@ def a_run(name, options, dtype, backwards):
         reversed(MIXED) if backwards else MIXED,
         dtype,
         lambda parameters: shardopt.keyed(name, parameters, groups=groups, **options),
-        Place(dist.get_rank(), dist.get_world_size()),
+        place,
         without_gradient,
     )
 
@@ -56,9 +56,9 @@ def pieces(run):
 
 
 def save_and_continue(root, cases):
-    after = []
+    place, after = Place(dist.get_rank(), dist.get_world_size()), []  # whose meshes have groups
     for number, (name, options, dtype) in enumerate(cases):
-        run = a_run(name, options, dtype, backwards=False)
+        run = a_run(name, options, dtype, place, backwards=False)
         run.optimizer.init_state()
         run.steps(0, HALF)
         checkpoint.save(os.path.join(root, str(number)), app(run))
@@ -67,9 +67,9 @@ def save_and_continue(root, cases):
 
 
 def resume(root, cases):
-    after = []
+    place, after = Place(dist.get_rank(), dist.get_world_size()), []  # whose meshes have groups
     for number, (name, options, dtype) in enumerate(cases):
-        run = a_run(name, options, dtype, backwards=True)
+        run = a_run(name, options, dtype, place, backwards=True)
         with torch.no_grad():
             for parameter in run.parameters.values():
                 parameter.zero_()
