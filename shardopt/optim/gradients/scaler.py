@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -96,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
         self._make_scale()
         note_companion(optimizer, self, "_growth_tracker")
         stages, atoms = ScalerStages(self), _atoms_of(optimizer)
-        if hasattr(optimizer, "_atoms") and "closure" not in kwargs:  # which torch refuses
+        if isinstance(optimizer, Composed) and "closure" not in kwargs:  # which torch refuses
             refuse_stepped(stages, atoms, "step()")
             if any(stages.stage(atom) is OptState.READY for atom in atoms):
                 self.unscale_(optimizer)
@@ -225,10 +225,19 @@ def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool)
             yield gradient
 
 
-def _atoms_of(optimizer: Any) -> tuple[Optimizer, ...]:
-    """Returns the innermost optimizers of one of ours, which may have parts and be part of others; any other itself."""
-    atoms: tuple[Optimizer, ...] = optimizer._atoms() if hasattr(optimizer, "_atoms") else (optimizer,)
-    return atoms
+@runtime_checkable
+class Composed(Protocol):
+    """The protocol of an optimizer that may have parts, and be part of others: a keyed one."""
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """Returns the innermost optimizers."""
+
+    def _family(self) -> list[Optimizer]:
+        """Returns all optimizers that it is part of, or consists of, itself included."""
+
+
+def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer._atoms() if isinstance(optimizer, Composed) else (optimizer,)
 
 
 def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: str) -> None:
@@ -243,7 +252,7 @@ def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: 
         )
 
 
-def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
     """Tells torch's GradScaler, which is about to step an optimizer, which gradients it has unscaled.
 
     torch's knows optimizers one by one: gradients unscaled through a child of one, or through one that it is a
