@@ -31,6 +31,7 @@ from shardopt.checkpoint.saving.planning.unheld import (
     objects_in,
     optimizers_in,
     warn_of_forgotten,
+    warn_of_hidden_optimizers,
     warn_of_unheld,
 )
 from shardopt.data.workers import warn_of_workers
@@ -124,6 +125,8 @@ class AppWarnings:
             self._unheld |= warn_of_unheld(found, but=self._unheld)
         if is_first:
             warn_of_forgotten(found)
+            if not self._began:  # else a restore had a place for all that there is
+                warn_of_hidden_optimizers(found)
 
     def _end_frozen(self) -> None:
         for each in self._frozen:

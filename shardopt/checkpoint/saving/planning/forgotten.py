@@ -69,7 +69,7 @@ def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None
         ]
         note_rates(others)
     if beside := [each for each in saved if not isinstance(each.object, Module | Optimizer)]:
-        note_states(beside)
+        note_states(beside, flat)
     if not_seen := [each for _, each in optimizers if each not in _reduced]:
         lines += _forgotten_hooks(not_seen, flat)
     if are_noted():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_o
 from shardopt.runtime.live_objects import instances_of
 from shardopt.runtime.torch_gradients import named_shards_of
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
-from shardopt.state.state import PerRank, RestoreTarget, is_stateful
+from shardopt.state.state import FlatState, PerRank, RestoreTarget, is_stateful
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
 _RESTORE_NONE = (
@@ -34,13 +34,27 @@ _RESTORE_NONE = (
 _in_apps: WeakSet[Optimizer] = WeakSet()
 """The optimizers in the apps of all runs of this process."""
 
-_written: dict[int, tuple[ref[Any], float]] = {}
-"""Of objects of the program's own, by id: how much they saved last (`_size_of`)."""
-
-_MANY = 1 << 12  # the most that is counted, which is done at each save
+_MANY = 1 << 12  # the most that is counted of a state
 
 Found = list[tuple[Path, Any]]
 """What is in an app, by path: `objects_in`."""
+
+
+class _Saved(NamedTuple):
+    """What an object of the program's own saved.
+
+    Args:
+        room: how many elements a tensor may have that is in it (`_size_of`).
+        hides_optimizer: whether it has an optimizer's state that no optimizer of the app has.
+    """
+
+    own: ref[Any]
+    room: float
+    hides_optimizer: bool
+
+
+_saved: dict[int, _Saved] = {}
+"""By the id of the object."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -156,13 +170,49 @@ def _with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return [*found.values()]
 
 
-def note_states(targets: Iterable[RestoreTarget]) -> None:
-    """Notes how much there is in what objects of the program's own save, for `_room_in`."""
-    for each in targets:
-        own, state = each.object, each.state
-        if may_hold_others(own):
-            with suppress(TypeError):  # its class has slots, and none for references
-                _written[id(own)] = ref(own), _size_of(state)
+def warn_of_hidden_optimizers(found: Found) -> None:
+    """Logs a warning of objects of the program's own that save an optimizer's state, where the app lacks the optimizer.
+
+    In a new process that state is not there yet, and the object has no place for what is stored.
+    """
+    for path, each in found:
+        if _is_noted(each) and _saved[id(each)].hides_optimizer:
+            _log.warning(
+                "%s saves the state of an optimizer that is not in the app itself: a restore in a new process is "
+                "refused unless that state was made before. Add the optimizer to the app too, under a key of its own "
+                "[optimizer-state]",
+                join(path),
+            )
+
+
+def note_states(targets: Sequence[RestoreTarget], flat: FlatState) -> None:
+    """Notes what objects of the program's own save, the first time.
+
+    Args:
+        targets: neither modules nor optimizers.
+    """
+    new = [each for each in targets if may_hold_others(each.object) and not _is_noted(each.object)]
+    if not new:
+        return
+    stepped = (each.state.get(STATE) for each in flat.targets if isinstance(each.object, Optimizer))
+    held = {place for each in _tensors_in([*stepped]) for place in places_of(each)}
+    for target in new:
+        own, state = target.object, target.state
+        within = [place for each in _tensors_in(_optimizer_states_in(state)) for place in places_of(each)]
+        with suppress(TypeError):  # its class has slots, and none for references
+            _saved[id(own)] = _Saved(ref(own), _size_of(state), not held.issuperset(within))
+
+
+def _is_noted(own: Any) -> bool:
+    return id(own) in _saved and _saved[id(own)].own() is own
+
+
+def _optimizer_states_in(state: Any) -> list[Any]:
+    if isinstance(state, Mapping):
+        is_optimizers = PARAM_GROUPS in state and STATE in state
+        return [state[STATE]] if is_optimizers else _optimizer_states_in([*state.values()])
+    parts = state if isinstance(state, list | tuple) and len(state) <= _MANY else ()
+    return [found for each in parts for found in _optimizer_states_in(each)]
 
 
 def _size_of(state: Any) -> float:
@@ -182,13 +232,9 @@ def _size_of(state: Any) -> float:
 
 
 def _room_in(found: Found) -> float:
-    """Returns how many elements a tensor of an object of the program's own in an app may have; infinity for any."""
-    rooms = [0.0]
-    for _, each in found:
-        if may_hold_others(each):
-            own, room = _written.get(id(each), (lambda: None, inf))
-            rooms.append(room if own() is each else inf)
-    return max(rooms)
+    """Returns how many elements a tensor may have that the program's own objects in an app hold; infinity for any."""
+    own = (each for _, each in found if may_hold_others(each))
+    return max((_saved[id(each)].room if _is_noted(each) else inf for each in own), default=0)
 
 
 def may_hold_others(value: Any) -> bool:
@@ -202,6 +248,13 @@ def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Module):
         return [*value.parameters(), *value.buffers(), *(shard for _, shard in named_shards_of(value))]
     return [value] if isinstance(value, Tensor) else []
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [found for each in parts for found in _tensors_in(each)]
 
 
 def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.saving.planning import app_warnings, frozen, unheld
+from shardopt.errors import MismatchError
 from shardopt.state.names import ParameterNames
 from tests.support.fake_rank import fake_rank
 
@@ -242,6 +243,58 @@ def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, st
     lines = [each for each in caplog.messages if "nothing in the app" in each or "not in the app" in each]
     starts = ["optimizer steps 1 parameters that nothing", FORGOTTEN.format("lists")] if is_told else []
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
+
+
+class Trainer:
+    """Saves its optimizer's state as it is."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.parametrize("kind", ["hidden", "in the app", "keyed, in the app", "stateless"])
+def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_restore_is_refused(
+    tmp_path, caplog, kind
+):
+    def make():
+        model = nn.Linear(2, 1)
+        if kind.startswith("keyed"):
+            optimizer = shardopt.keyed("adam", model.named_parameters())
+        else:
+            optimizer = (torch.optim.SGD if kind == "stateless" else torch.optim.Adam)(model.parameters(), lr=0.1)
+        app = {"model": model, "trainer": Trainer(optimizer)}
+        return model, optimizer, app | ({"optimizer": optimizer} if kind.endswith("in the app") else {})
+
+    def step(model, optimizer):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer, app = make()
+    step(model, optimizer)
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, app)
+    starts = [each.startswith("trainer saves the state of an optimizer") for each in caplog.messages]
+    assert any(starts) is (kind == "hidden")
+    caplog.clear()
+    other, of_other, app = make()
+    with checkpoint.Manager(tmp_path) as manager:
+        if kind == "hidden":
+            with pytest.raises(MismatchError, match="make its state before loading"):
+                manager.restore(app)
+            step(other, of_other)
+        manager.restore(app)
+        step(other, of_other)
+        manager.save(2, app)
+    step(model, optimizer)
+    assert torch.equal(other.weight, model.weight)
+    assert "trainer saves" not in caplog.text
 
 
 def test_schedules_samplers_and_averages_hold_no_parameters(tmp_path, caplog):
