@@ -246,19 +246,23 @@ def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, st
 
 
 class Trainer:
-    """Saves its optimizer's state as it is."""
+    """Saves its optimizers' states as they are. One that is an attribute is found there."""
 
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer, is_attribute):
+        self.optimizers = [optimizer]
+        if is_attribute:
+            self.optimizer = optimizer
 
     def state_dict(self):
-        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizer.state_dict()}
+        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizers[0].state_dict()}
 
     def load_state_dict(self, state):
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizers[0].load_state_dict(state["optimizer"])
 
 
-@pytest.mark.parametrize("kind", ["hidden", "in the app", "keyed, in the app", "stateless"])
+@pytest.mark.parametrize(
+    "kind", ["hidden", "attribute", "in the app", "keyed, in the app", "attribute, in the app", "stateless"]
+)
 def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_restore_is_refused(
     tmp_path, caplog, kind
 ):
@@ -268,7 +272,7 @@ def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_re
             optimizer = shardopt.keyed("adam", model.named_parameters())
         else:
             optimizer = (torch.optim.SGD if kind == "stateless" else torch.optim.Adam)(model.parameters(), lr=0.1)
-        app = {"model": model, "trainer": Trainer(optimizer)}
+        app = {"model": model, "trainer": Trainer(optimizer, kind.startswith("attribute"))}
         return model, optimizer, app | ({"optimizer": optimizer} if kind.endswith("in the app") else {})
 
     def step(model, optimizer):
