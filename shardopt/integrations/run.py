@@ -19,7 +19,7 @@ from shardopt.checkpoint.storage import is_temporary, storage_of
 from shardopt.errors import CheckpointError, Problem, StateError
 from shardopt.ranks import ranks_of
 from shardopt.runtime.staging_fence import wait_for_copies
-from shardopt.state.flatten import holds_tensors
+from shardopt.state.containers import holds_tensors
 from shardopt.state.values import decode_value, encode_value
 
 App = Mapping[str, Any]

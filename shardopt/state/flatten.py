@@ -17,7 +17,6 @@ state.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from functools import partial
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.traceable import is_composite, parts_of
+from shardopt.state.containers import MAPPINGS, holds_tensors, shallow
 from shardopt.state.in_place import as_tensor, put
 from shardopt.state.names import LEAST_ID, ParameterNames, may_have_wrappers, plain_names_in
 from shardopt.state.param_groups import (
@@ -64,8 +64,7 @@ from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
-_MAPPINGS = (dict, Mapping)  # a dict is found at once; to ask an abstract class takes as long as all else of a leaf
-_CONTAINERS = (*_MAPPINGS, list, tuple)
+_CONTAINERS = (*MAPPINGS, list, tuple)
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 
@@ -127,7 +126,7 @@ def _descend_container(
     if path and not (has_places or isinstance(node, PerRank)):
         _add_plain(flat, path, node, replace, within)
     is_of_app = within is None and not isinstance(node, Counter) and node
-    if isinstance(node, _MAPPINGS) and (has_places or not path or is_of_app):
+    if isinstance(node, MAPPINGS) and (has_places or not path or is_of_app):
         _check_mapping(node, path, flat)
         flat.noted += noted_at(path, node)
         for part, child in node.items():
@@ -168,7 +167,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
         numbered = _numbered(node, state, flat.names)
         state = state if numbered is None else numbered.named(state)
-    target.state, target.plain_names, target.numbered = _shallow(state, set()), plain, numbered
+    target.state, target.plain_names, target.numbered = shallow(state, set()), plain, numbered
     flat.noted += noted_at(path, target.state, node)
 
     is_partial = target.held_names is not None
@@ -211,7 +210,7 @@ def _asked(node: Stateful, plain_module: bool, path: Path, flat: FlatState) -> R
     outer, inner, part = within
     if part is None:
         return RestoreTarget(path, inner, node, outer, own)
-    around = Around(part, _shallow(own, set()))
+    around = Around(part, shallow(own, set()))
     _check_mapping(around.state, path, flat)
     for other, child in around.state.items():
         if other != part:
@@ -284,46 +283,6 @@ def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: P
             problems.append(Problem(join((*path, name)), actual, "one tensor under a name without wrappers", remedy))
     if problems:
         raise StateError("two names are one without what wrappers put into them", problems)
-
-
-def _shallow(node: Any, seen: set[int]) -> Any:
-    """Copies only the containers, so that a load does not change those in the object that gave them.
-
-    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
-    loaded may differ in these places, and one memory cannot take both.
-    """
-    if isinstance(node, torch.Tensor):
-        if type(node) is torch.Tensor and node.ndim == 0:
-            if id(node) in seen:
-                return node.clone()
-            seen.add(id(node))
-        return node
-    if isinstance(node, _MAPPINGS):
-        # A copy of a module's state dict keeps what rides on it as an attribute: its version notes.
-        copied = copy.copy(node) if isinstance(node, dict) and type(node) is not dict else dict(node)
-        for part, child in node.items():
-            copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
-        return copied
-    if isinstance(node, list):
-        copied_list = copy.copy(node)
-        copied_list[:] = [_shallow(child, seen) for child in node]
-        return copied_list
-    if isinstance(node, set):
-        return copy.copy(node)
-    if isinstance(node, tuple) and (type(node) is tuple or holds_tensors(node)):
-        return like(node, [_shallow(child, seen) for child in node])
-    return node
-
-
-def holds_tensors(node: Any) -> bool:
-    """Whether it contains a tensor, a per-rank value or a stateful object."""
-    if isinstance(node, (torch.Tensor, PerRank, np.ndarray)):
-        return True
-    if isinstance(node, _MAPPINGS):
-        return any(map(holds_tensors, node.values()))
-    if isinstance(node, list | tuple):
-        return any(map(holds_tensors, node))
-    return is_stateful(node)
 
 
 def _check_mapping(node: Mapping[Any, Any], path: Path, flat: FlatState) -> None:

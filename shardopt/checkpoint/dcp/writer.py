@@ -38,7 +38,7 @@ from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_
 from shardopt.checkpoint.storage.marker import remove_marker, wait_for_marker, write_marker
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.state.flatten import holds_tensors
+from shardopt.state.containers import holds_tensors
 from shardopt.state.values import decode_value, encode_value
 from shardopt.world import world
 
