@@ -221,11 +221,8 @@ class Accelerator(accelerate.Accelerator):
             return os.fspath(given)
         if not self.project_configuration.automatic_checkpoint_naming:
             remedy = "pass a path, or a ProjectConfiguration with automatic_checkpoint_naming"
-            raise OptionError(
-                "there is no path to save the state to",
-                [Problem("output_dir", "None", "a path or URL", remedy)],
-                code="framework",
-            )
+            problem = Problem("output_dir", "None", "a path or URL", remedy)
+            raise OptionError("there is no path to save the state to", [problem], code="framework")
         return os.path.join(self.project_dir, "checkpoints", name).rstrip("/")
 
     def _saved(self) -> list[str]:
@@ -271,9 +268,8 @@ class _State(FrameworkState):
             found = f"{self.value['processes']} steps of a schedule in each step of training"
             required = f"{saved['processes']}, as in the checkpoint"
             remedy = "pass DataLoaderConfiguration(split_batches=True), and a step is one on any number of ranks"
-            raise MismatchError(
-                "the schedule would not resume", [Problem("schedule", found, required, remedy)], code="framework"
-            )
+            problem = Problem("schedule", found, required, remedy)
+            raise MismatchError("the schedule would not resume", [problem], code="framework")
 
     def state_dict(self) -> dict[str, Any]:
         if not self._owner.sync_gradients:

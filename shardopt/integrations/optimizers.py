@@ -118,11 +118,8 @@ def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy:
         return
     if wrapper.scaler is not None:
         found, required = "fp16, with a GradScaler around the optimizer's step", 'mixed_precision="bf16" or "no"'
-        raise StateError(
-            "the optimizer cannot be keyed by parameter name",
-            [Problem("mixed_precision", found, required, remedy)],
-            code="framework",
-        )
+        problem = Problem("mixed_precision", found, required, remedy)
+        raise StateError("the optimizer cannot be keyed by parameter name", [problem], code="framework")
     wrapper.optimizer = keyed_like(optimizer, model.named_parameters(remove_duplicate=False), remedy)
     for schedule in schedules:
         _move(schedule, optimizer, wrapper.optimizer)

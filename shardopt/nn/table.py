@@ -91,11 +91,8 @@ def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collecti
         actual = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
         required = "one dimension, or two with replicas over the first; ascending ranks, this rank among them"
         remedy = 'pass one dimension of the mesh, mesh["dp"], on its ranks'
-        raise LayoutError(
-            "tables cannot be sharded over this mesh",
-            [Problem("mesh", actual, required, remedy)],
-            code="embedding-tables",
-        )
+        problem = Problem("mesh", actual, required, remedy)
+        raise LayoutError("tables cannot be sharded over this mesh", [problem], code="embedding-tables")
 
 
 def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Iterator[Problem]:

@@ -49,9 +49,8 @@ def refuse_swapped(why: str, tensors: Iterable[Tensor]) -> None:
     if found:
         others = f", and of {len(found) - 1} others" if len(found) > 1 else ""
         remedy = "end `with ema.swap():` before, or call swap() to put them back"
-        raise StateError(
-            why, [Problem(found[0], f"averages in the place of it{others}", "its own weights", remedy)], code="averages"
-        )
+        problem = Problem(found[0], f"averages in the place of it{others}", "its own weights", remedy)
+        raise StateError(why, [problem], code="averages")
 
 
 def params_in(groups: Iterable[Any]) -> Iterator[Tensor]:

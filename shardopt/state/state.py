@@ -324,9 +324,8 @@ def refuse_chains(tied: Tied) -> None:
     """Raises StateError if `tied` is no mapping of names, or leads from one name over another."""
     required = 'alias → name: {"output.weight": "embed.weight"}'
     if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
-        raise StateError(
-            "tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")], code="tied-parameters"
-        )
+        problem = Problem("tied", repr(tied), required, "pass such a dict")
+        raise StateError("tied parameters", [problem], code="tied-parameters")
     problems = [
         Problem(f"tied[{alias!r}]", f"{name!r}, which stands for another itself", required, "name the first of them")
         for alias, name in tied.items()

@@ -52,9 +52,8 @@ def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] 
     if holder_of.keys() != set(boxes):
         required = f"{len(boxes)} blocks, as its group's block_size says"
         remedy = "leave block_size as it was, or drop the state"
-        raise StateError(
-            "state does not fit", [Problem(key, f"{len(holder_of)} blocks", required, remedy)], code="bad-options"
-        )
+        problem = Problem(key, f"{len(holder_of)} blocks", required, remedy)
+        raise StateError("state does not fit", [problem], code="bad-options")
     return tuple(holder_of[box][0] for box in boxes)
 
 

@@ -86,11 +86,8 @@ def _names_by_order(
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
-        raise MismatchError(
-            "parameters are numbered, and not by what names",
-            [Problem(join(target.path), found, "one meaning", remedy)],
-            code="by-position",
-        )
+        problem = Problem(join(target.path), found, "one meaning", remedy)
+        raise MismatchError("parameters are numbered, and not by what names", [problem], code="by-position")
     target.in_doubt = bool(orders) and (len(stored.groups) > 1 or _are_alike(target, orders[0].values()))
     target.unnamed = None if orders else _other_groups(join(target.path), counts, own_counts)
     return orders[0] if orders else {}

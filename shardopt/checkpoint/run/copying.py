@@ -82,9 +82,8 @@ def is_copied(source: Storage, target: Storage) -> bool:
         return True
     other = f"another checkpoint, of save {copied.save_id}, where save {wanted.save_id} is to be copied"
     remedy = "remove it, or give each run a root of its own for its copies"
-    raise CheckpointExistsError(
-        "a copy was not made", [Problem(target.url, other, "no checkpoint", remedy)], code="run-root"
-    )
+    problem = Problem(target.url, other, "no checkpoint", remedy)
+    raise CheckpointExistsError("a copy was not made", [problem], code="run-root")
 
 
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:

@@ -147,9 +147,8 @@ class Schedule:
     def __init__(self, stages: Sequence[WarmupStage]) -> None:
         if not stages:
             remedy = "pass a stage, as [WarmupStage(WarmupPolicy.LINEAR, max_iters=1000, value=0.01)]"
-            raise StateError(
-                "a warm-up has no stages", [Problem("stages", "none", "at least one", remedy)], code="warm-up"
-            )
+            problem = Problem("stages", "none", "at least one", remedy)
+            raise StateError("a warm-up has no stages", [problem], code="warm-up")
         problems = [problem for k in range(len(stages)) for problem in _wrong_fields(stages, k)]
         if problems:
             raise StateError("a warm-up cannot have these stages", problems, code="warm-up")

@@ -271,7 +271,6 @@ def _make_outer(
         found = f"a {type(made).__name__}" + (f" of {len(made.params)}" if isinstance(made, KeyedOptimizer) else "")
         required = f"a KeyedOptimizer of all {len(anchors)} anchors, by their names"
         remedy = 'return shardopt.keyed("adamw", anchors, ...)'
-        raise StateError(
-            "the outer optimizer cannot be made", [Problem("outer", found, required, remedy)], code="semi-sync"
-        )
+        problem = Problem("outer", found, required, remedy)
+        raise StateError("the outer optimizer cannot be made", [problem], code="semi-sync")
     return made

@@ -56,9 +56,8 @@ def anchor_of(name: str, param: Tensor) -> Tensor:
         found = f"a {type(param).__name__} of {dtype}"
         required = "a plain tensor, DTensor or ShardedTensor of real floating-point numbers"
         remedy = "leave it out of the inner optimizer, and step it by another one"
-        raise LayoutError(
-            "a parameter cannot be synchronized", [Problem(name, found, required, remedy)], code="semi-sync"
-        )
+        problem = Problem(name, found, required, remedy)
+        raise LayoutError("a parameter cannot be synchronized", [problem], code="semi-sync")
     wide = torch.promote_types(dtype, torch.float32)
     return assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
 

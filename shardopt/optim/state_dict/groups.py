@@ -239,9 +239,8 @@ def named_in_groups(
         return named(entries, alone=alone, tied=tied), None
     if groups:
         both = "groups by pattern beside groups with parameters"
-        raise StateError(
-            "invalid parameter groups", [Problem("groups", both, "one of them", "drop one")], code="bad-groups"
-        )
+        problem = Problem("groups", both, "one of them", "drop one")
+        raise StateError("invalid parameter groups", [problem], code="bad-groups")
     members = [[*(each.items() if isinstance(each, Mapping) else each)] for each in (e[PARAMS] for e in entries)]
     params = named([pair for pairs in members for pair in pairs], alone=alone, tied=tied)
     made = []
