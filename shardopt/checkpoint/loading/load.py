@@ -234,7 +234,7 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
             warn_of_other_rates([each for each in schedules if any(each[0] is own for own in loaded)], plan.flat)
         for line in arguments:
             _log.warning("a schedule resumes as it was saved: %s [optimizer-state]", line)
-        _tell_of_differences(plan, loaded)
+        _tell_of_differences(plan, loaded, ranks.size)
         if rules is not None:
             announce(f"{what}: {said_of_rules(renamed, rules, plan.reader.url)}")
     report = LoadReport(
@@ -262,9 +262,13 @@ def _load(ranks: Ranks, url: str, app: Mapping[str, Any], options: LoadOptions) 
     return report, match.warnings
 
 
-def _tell_of_differences(plan: RankPlan, loaded: Sequence[RestoreTarget]) -> None:
+def _tell_of_differences(plan: RankPlan, loaded: Sequence[RestoreTarget], world_size: int) -> None:
     """Logs what a load has taken that the code has otherwise, has left out, or has taken on trust."""
     warn_of_other_options(plan.flat, plan.match.values)
+    manifest = plan.names.manifest
+    if manifest.world_size != world_size and (kept := [*manifest.per_rank.keys() & plan.flat.leaves.keys()]):
+        text = "%s: values of %d ranks, where %d load: each rank keeps the one that it has, as the program has set it"
+        _log.info(text, ", ".join(sorted(kept)), manifest.world_size, world_size)
     if plan.names.incomplete:
         warn_of_incomplete(plan.names.incomplete)
     for each in loaded:

@@ -48,7 +48,7 @@ def names_of_numbers(stored: NumberedState, target: RestoreTarget, flat: FlatSta
         MismatchError: it is not clear which number is which parameter.
     """
     numbers = [number for group in stored.groups for number in group[PARAMS]]
-    if not all(type(number) is int for number in numbers):
+    if not numbers or not all(type(number) is int for number in numbers):
         return {}
     key, known = join(target.path), dict.fromkeys(names_in(target.groups))  # in order, for errors
     ruled = {number: name for number in numbers if (name := stored.by_rules(number))}

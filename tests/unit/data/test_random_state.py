@@ -46,7 +46,8 @@ def load_and_draw(root, on_resize):
     return draw()
 
 
-def test_each_rank_gets_its_own(tmp_path):
+def test_each_rank_gets_its_own(tmp_path, caplog):
+    caplog.set_level("INFO", "shardopt.checkpoint")
     drawn = run_ranks(2, save_and_draw, str(tmp_path))
     assert drawn[0] != drawn[1]
     assert run_ranks(2, load_and_draw, str(tmp_path), "raise") == drawn
@@ -56,6 +57,7 @@ def test_each_rank_gets_its_own(tmp_path):
     seed_all(100)
     wanted = draw()
     assert load_and_draw(str(tmp_path), "keep") == wanted
+    assert "random.of_rank: values of 2 ranks, where 1 load: each rank keeps the one that it has" in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -109,12 +109,14 @@ def make_app():
 
 @pytest.mark.parametrize("save", KINDS)
 def test_a_run_resumes_from_any_form(tmp_path, trained, losses_to_come, save, caplog):
+    caplog.set_level("INFO", "shardopt.checkpoint")
     save(tmp_path / "saved.pt", *trained)
     model, optimizer, app = make_app()
     checkpoint.load(tmp_path / "saved.pt", app, init_state=True)
     assert {key: app[key] for key in VALUES} == VALUES
     assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)  # another implementation steps
     assert [group["weight_decay"] for group in optimizer.param_groups[:2]] == [0.01, 0.0]
+    assert ("names that its parameters were given with" in caplog.text) is (save is save_file_with_names)
 
 
 def test_one_group_by_number_takes_the_order_of_the_model(tmp_path):
