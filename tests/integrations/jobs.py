@@ -3,6 +3,7 @@
 FSDP2 under Accelerate wants a GPU: `shard` has it take CPUs for one, which is all that these jobs change.
 """
 
+import contextlib
 import functools
 import importlib.util
 import itertools
@@ -197,6 +198,25 @@ def start_from(framework, out, url):
             train(framework, out)
     except Seen:
         pass
+
+
+def restore(framework, out, seen):
+    """Resumes; saves model and optimizer as they are after the restore, and trains no step."""
+    from shardopt import checkpoint
+
+    class Seen(BaseException):
+        pass
+
+    restore = checkpoint.Manager.restore
+
+    def restoring(manager, app, **options):
+        restore(manager, app, **options)
+        checkpoint.save(seen, {"model": app["model"], "optimizer": app["optimizer"]})
+        raise Seen
+
+    checkpoint.Manager.restore = restoring
+    with contextlib.suppress(Seen):
+        train(framework, out)
 
 
 def save_states(folder, sharded, times):

@@ -13,6 +13,7 @@ from tests.integrations import jobs
 
 RANKS, STEPS, DIES_AT, EVERY = 2, 15, 8, 2
 FORWARD = "integrations.task:Network.forward"
+PUBLISH = "shardopt.checkpoint.storage.local:LocalStorage.publish_new"
 DEADLINE_SECONDS = 140.0
 ALL = [
     pytest.param(name, marks=pytest.mark.skipif(not jobs.is_installed(needs), reason=f"{needs} is not installed"))
@@ -76,6 +77,29 @@ def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, framework):
         if logged is not None:  # the losses that the Trainer itself logs: the first one spans the kill
             assert [step for step, _ in again] == [step for step, _ in logged] == [4, 8, 12]
             assert [loss for _, loss in again] == pytest.approx([loss for _, loss in logged], rel=1e-5)
+
+
+@pytest.mark.parametrize(("ranks", "others"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize("framework", STOPPING)
+def test_what_a_run_killed_in_a_save_has_committed_goes_to_other_ranks(tmp_path, framework, ranks, others):
+    reference, killed = str(tmp_path / "uninterrupted"), tmp_path / "killed"
+    run_ranks(ranks, jobs.run, framework, reference, deadline_seconds=DEADLINE_SECONDS)
+    outcomes = run_ranks_outcomes(
+        ranks, jobs.run, framework, str(killed), faults=[Fault(0, PUBLISH, 4)], deadline_seconds=DEADLINE_SECONDS
+    )
+    assert outcomes[0].signal == signal.SIGKILL and not any(each.ok for each in outcomes), outcomes
+    steps = checkpoint.Manager(killed / "checkpoints").steps()
+    assert steps == [2, 4, 6] and (killed / "checkpoints" / "step-00000008").is_dir()  # torn
+    newest, seen = last(killed), str(tmp_path / "seen")
+    run_ranks(others, jobs.restore, framework, str(killed), seen, deadline_seconds=DEADLINE_SECONDS)
+    there, here = of_optimizer(newest), of_optimizer(seen)
+    assert sum(isinstance(value, torch.Tensor) for value in here.values()) == 6 * 4  # a weight, two moments, a count
+    for key, value in here.items():
+        same = torch.equal if isinstance(value, torch.Tensor) else lambda one, other: one == other
+        assert same(value, there[key]), key
+    run_ranks(others, jobs.run, framework, str(killed), deadline_seconds=DEADLINE_SECONDS)
+    assert compare_losses(tmp_path / "uninterrupted", killed).holds(1e-5)
+    assert not [path for path in (killed / "checkpoints").glob("step-*") if not (path / "manifest.json").exists()]
 
 
 @pytest.mark.parametrize("framework", STOPPING)
