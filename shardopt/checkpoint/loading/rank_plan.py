@@ -112,7 +112,7 @@ class RankPlan:
             url,
             self.reader.digest,
             fingerprint(self.shared) if self.shared else "",
-            differences_of(match, self.names) if match.problems or match.unexpected else None,
+            differences_of(match, self.names) if match.problems or match.unexpected or match.warnings else None,
             bool(match.cast) and self.has_casts_to_check,
             self.flat.unmatched_patterns(),
             dict(self.flat.tied),

@@ -162,6 +162,11 @@ def reconcile(
     _, merged = ranks.agree(what, work=report, report=lambda report: report, decide=merge)
     unexpected = set(_unpack(merged["unexpected"], stored))
     refused = _judge_unexpected(match, names, strictness, unexpected)
+
+    def told(problems: Sequence[Problem]) -> list[Problem]:
+        found = _causes_first(_by_entry(problems, names, merged))
+        return found if selects else [replace(each, remedy=_BY_SELECT.sub("", each.remedy)) for each in found]
+
     if refused or merged["failed"]:
         on_some = not refused and merged["failed"] < ranks.size
         where = f"{what} failed on {merged['where']}: " if on_some else ""
@@ -169,10 +174,8 @@ def reconcile(
         message = f"{where}the checkpoint does not fit the app; nothing was changed"
         if hint := _other_names(problems, match, names):
             message += f"\nStored tensors have the missing names after {hint}."
-        told = _causes_first(_by_entry(problems, names, merged))
-        if not selects:
-            told = [replace(each, remedy=_BY_SELECT.sub("", each.remedy)) for each in told]
-        raise MismatchError(message, told, merged["left_out"])
+        raise MismatchError(message, told(problems), merged["left_out"])
+    match.warnings = told(match.warnings)
 
 
 def _other_names(problems: Sequence[Problem], match: Match, names: Names) -> str | None:

@@ -378,6 +378,19 @@ def test_a_head_that_does_not_fit_is_told_of_before_what_the_app_lacks(tmp_path)
     assert "optimizer.state.body.weight.exp_avg" in report.unexpected
 
 
+def test_an_entry_that_passes_with_a_warning_has_one(tmp_path):
+    model, optimizer = model_and_optimizer()
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    checkpoint.save(tmp_path / "m", {"model": model})
+    passing = Strictness(unexpected="warn", missing="warn")
+    with pytest.warns(UserWarning, match=r"optimizer\.\*: found 16 keys in the checkpoint, such as ") as caught:
+        report = checkpoint.load(tmp_path / "c", {"model": model}, strict=passing)
+    assert (len(caught), len(report.unexpected)) == (1, 16)
+    with pytest.warns(UserWarning, match=r"optimizer\.\*: found nothing in the checkpoint; required 16 keys") as caught:
+        report = checkpoint.load(tmp_path / "m", {"model": model, "optimizer": optimizer}, strict=passing)
+    assert (len(caught), len(report.missing)) == (1, 16)
+
+
 def test_the_regex_of_what_both_have_is_of_their_names_also_of_a_single_one(tmp_path):
     checkpoint.save(tmp_path / "c", {"model (1": {"x": torch.ones(1)}, "other": {"y": 1, "z": 2}})
     app = {"model (1": {"x": torch.zeros(1)}}
