@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from shardopt.errors import MismatchError, Problem
 from shardopt.runtime.signatures import signature
-from shardopt.state.param_groups import PARAMS, OptionsByMember, groups_of
+from shardopt.state.param_groups import ALGORITHM, PARAMS, OptionsByMember, groups_of
 from shardopt.state.paths import PARAM_GROUPS, Path, join, lists_with_gaps, nest
 from shardopt.state.values import canonical, encode_value
 
@@ -36,10 +36,17 @@ A keyed optimizer chooses these itself and does not save them, but `dcp.load` in
 
 
 def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:
-    algorithm = getattr(torch.optim, str(options.get("algorithm", "")), None)
-    if not (isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)):
+    algorithm = options.get(ALGORITHM)
+    if not is_torchs(algorithm):
         return {}
-    return {name: value for name, value in _UNSAID.items() if name in signature(algorithm).parameters}
+    parameters = signature(getattr(torch.optim, algorithm)).parameters
+    return {name: value for name, value in _UNSAID.items() if name in parameters}
+
+
+def is_torchs(algorithm: Any) -> TypeGuard[str]:
+    """Whether it is the name of one of torch's own algorithms."""
+    found = getattr(torch.optim, str(algorithm), None)
+    return isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
 
 
 def groups_of_equal(options: OptionsByMember, keys: Iterable[str]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.checkpoint.converting.choosing import Choice
-from shardopt.checkpoint.converting.nested_values import groups_of_equal, nested, split_options
+from shardopt.checkpoint.converting.nested_values import groups_of_equal, is_torchs, nested, split_options
 from shardopt.checkpoint.converting.out_files import OutFile, Written
 from shardopt.checkpoint.converting.pickle_bytes import StoredElsewhere, pickle_of
 from shardopt.checkpoint.converting.plan import OutOptions, OutPlan, refuse_file
@@ -20,6 +20,7 @@ from shardopt.checkpoint.format.tensor_bytes import flat_bytes
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import whole
+from shardopt.state.param_groups import ALGORITHM, GIVEN
 from shardopt.state.paths import PARAM_GROUPS, Path, join
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -77,7 +78,8 @@ class TorchFile(OutFile):
             for tensor in choice.tensors.values()
         }
         lists = {
-            (*root, PARAM_GROUPS): groups_of_equal(by_member, choice.tensors) for root, by_member in options.items()
+            (*root, PARAM_GROUPS): [_as_torchs(each) for each in groups_of_equal(by_member, choice.tensors)]
+            for root, by_member in options.items()
         }
         _warn_of_positions(lists)
         try:
@@ -94,6 +96,12 @@ class TorchFile(OutFile):
 
     def body(self, take: Take) -> Iterator[memoryview]:
         return self._archive.body(take)
+
+
+def _as_torchs(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group; of torch's algorithms without notes of ours, as torch's setters refuse unknown options."""
+    notes = (ALGORITHM, GIVEN) if is_torchs(group.get(ALGORITHM)) else ()
+    return {name: value for name, value in group.items() if name not in notes}
 
 
 def _warn_of_positions(lists: Mapping[Path, Sequence[Any]]) -> None:

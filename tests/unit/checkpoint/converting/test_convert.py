@@ -253,7 +253,8 @@ def is_checkpoint(path, to):
 
 
 @pytest.mark.parametrize("biases_first", [True, False])
-def test_what_torch_would_take_by_position_is_told_of_and_goes_by_names(tmp_path, caplog, biases_first):
+@pytest.mark.parametrize("full", [True, False])
+def test_what_torch_would_take_by_position_is_told_of_and_goes_by_names(tmp_path, caplog, biases_first, full):
     def make():
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         groups = [{"params": [each for each in model.parameters() if each.dim() == dim], "lr": dim} for dim in (1, 2)]
@@ -267,10 +268,11 @@ def test_what_torch_would_take_by_position_is_told_of_and_goes_by_names(tmp_path
     assert ("goes by position" in caplog.text) is biases_first
     other, of_other = make()
     state = torch.load(tmp_path / "model.pt", weights_only=True)
-    set_optimizer_state_dict(other, of_other, state["optimizer"])
+    set_optimizer_state_dict(other, of_other, state["optimizer"], options=StateDictOptions(full_state_dict=full))
     for own, new in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(optimizer.state[own]["exp_avg"], of_other.state[new]["exp_avg"])
     assert [each["lr"] for each in of_other.param_groups] == [each["lr"] for each in optimizer.param_groups]
+    assert [each.keys() for each in of_other.param_groups] == [each.keys() for each in optimizer.param_groups]
 
 
 def test_rename_takes_state_and_options_along(saved, tmp_path):
