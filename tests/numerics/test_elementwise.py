@@ -113,12 +113,12 @@ def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, loo
         if astray(name, options, dtype):
             kept.at(0, 2)
             with pytest.raises(AlgorithmError, match="fused SGD would be wrong"):
-                our_run(name, options, names, dtype, Place(0, 2)).steps()
+                our_run(name, options, names, dtype, Place(2)).steps()
             continue
         undivided = torch_run(name, options, names, dtype, whole)
         for rank in kept.first(looking, ranks):
             kept.at(rank, ranks)
-            place = Place(rank, ranks)
+            place = Place(ranks)
             boxes = torch_run(name, options, names, dtype, lambda *of, at=place: local_tensors(at(*of))[0])
             for early in calls:
                 ours = our_run(name, options, names, dtype, place)
@@ -159,7 +159,7 @@ def refuses_as_torch(name, options, names, dtype, reason, kept):
         torch_run(name, options, names, dtype, whole)
     kept.at(0, 2)
     with pytest.raises((*refusals, AlgorithmError), match=reason):
-        our_run(name, options, names, dtype, Place(0, 2)).steps()
+        our_run(name, options, names, dtype, Place(2)).steps()
 
 
 def is_torchs(name, ours, boxes, layout):
@@ -218,7 +218,7 @@ def test_the_layouts_are_what_they_are_called(ranks, kept):
     start = values(torch.float32)[0]
     for rank in range(ranks):
         kept.at(rank, ranks)
-        place = Place(rank, ranks)
+        place = Place(ranks)
         laid_out = {name: place(start[name], name) for name in LAYOUTS}
         for name, tensor in laid_out.items():
             parts = boxes_of(start[name], tensor)

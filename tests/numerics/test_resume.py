@@ -56,7 +56,7 @@ def pieces(run):
 
 
 def save_and_continue(root, cases):
-    place, after = Place(dist.get_rank(), dist.get_world_size()), []  # whose meshes have groups
+    place, after = Place(dist.get_world_size()), []  # whose meshes have groups
     for number, (name, options, dtype) in enumerate(cases):
         run = a_run(name, options, dtype, place, backwards=False)
         run.optimizer.init_state()
@@ -67,7 +67,7 @@ def save_and_continue(root, cases):
 
 
 def resume(root, cases):
-    place, after = Place(dist.get_rank(), dist.get_world_size()), []  # whose meshes have groups
+    place, after = Place(dist.get_world_size()), []  # whose meshes have groups
     for number, (name, options, dtype) in enumerate(cases):
         run = a_run(name, options, dtype, place, backwards=True)
         with torch.no_grad():

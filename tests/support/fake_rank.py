@@ -75,14 +75,19 @@ def redistributed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTe
         return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
+_HERE: dict[tuple[object, ...], Tensor] = {}
+"""The numbers of the elements that lie on a rank, as torch itself cuts them, by shapes, coordinate and placements."""
+
+
 def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
     """This rank's shard of a tensor that every rank has, copied: as `distribute_tensor`, without collectives.
 
     The mesh has this rank in it; the memory order of the whole tensor stays.
     """
-    # torch itself cuts the index of the elements, and so says what lies here.
-    here = redistributed(torch.arange(full.numel()).view(full.shape), mesh, *placements).to_local()
-    local = full.flatten()[here].clone()
+    cut = tuple(full.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements
+    if cut not in _HERE:
+        _HERE[cut] = redistributed(torch.arange(full.numel()).view(full.shape), mesh, *placements).to_local()
+    local = full.flatten()[_HERE[cut]].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
 

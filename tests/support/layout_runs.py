@@ -6,18 +6,17 @@ R ranks, N layouts. A layout is a global shape, the shape of the mesh for R rank
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 import shardopt
-from shardopt.sharding.view import local_tensors, view_of
+from shardopt.sharding.view import view_of
 from tests.support.cases import plain_class
 from tests.support.fake_rank import shard
 
@@ -82,15 +81,10 @@ def values(dtype: torch.dtype) -> tuple[dict[str, Tensor], ...]:
     )
 
 
-_indices: dict[tuple[str, int, int], Tensor] = {}
-"""By layout, rank and ranks: which elements lie there, as torch itself cuts them."""
-
-
 class Place:
     """Lays whole tensors out as they lie on one rank, as copies; for the time of its `fake_rank`."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank = rank
+    def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._meshes: dict[tuple[int, ...], DeviceMesh] = {}
 
@@ -100,16 +94,7 @@ class Place:
             return full.clone()
         mesh_shape, placements = layout.mesh_shape(self.ranks), layout.placed(self.ranks)
         mesh = self._meshes.get(mesh_shape) or self._meshes.setdefault(mesh_shape, init_device_mesh("cpu", mesh_shape))
-        local = full.flatten()[self.index(name, mesh, placements)].clone()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-
-    def index(self, name: str, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
-        """The numbers of the elements that lie here, shaped as the local tensor."""
-        key = (name, self.rank, self.ranks)
-        if key not in _indices:
-            numbers = torch.arange(prod(LAYOUTS[name].shape)).view(LAYOUTS[name].shape)
-            _indices[key] = local_tensors(shard(numbers, mesh, *placements))[0]
-        return _indices[key]
+        return shard(full, mesh, *placements)
 
 
 class Run:
