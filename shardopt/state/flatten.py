@@ -64,7 +64,6 @@ from shardopt.state.versions import noted_at
 
 _EXTRA_STATE = "._extra_state"  # of a module's own making, such as bytes in a tensor of any length
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.", "__delta__.", "__delta_index__.")
-_CONTAINERS = (*MAPPINGS, list, tuple)
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 
@@ -120,10 +119,10 @@ def _descend_container(
     node: Any, path: Path, replace: Callable[[Any], None], within: bool | None, flat: FlatState
 ) -> None:
     """Adds the leaves of a container, or one leaf for a plain value or a value per rank."""
-    has_places = isinstance(node, _CONTAINERS) and holds_tensors(node)
+    has_places = holds_tensors(node)
     if within is not False:
         replace = partial(put, node, replace, flat.filled)
-    if path and not (has_places or isinstance(node, PerRank)):
+    if path and not has_places:
         _add_plain(flat, path, node, replace, within)
     is_of_app = within is None and not isinstance(node, Counter) and node
     if isinstance(node, MAPPINGS) and (has_places or not path or is_of_app):
@@ -240,11 +239,9 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames
     found = names.of(parameters, given)
     if found is None or not set(found).isdisjoint(state[STATE]):
         return None
-    kind = type(optimizer)
-    if f"{kind.__module__}.".startswith("torch.optim."):
-        algorithm = kind.__name__
-    else:
-        algorithm = "" if kind.__module__.startswith("shardopt.") else f"{OWN}{kind.__name__}"
+    kind, module = type(optimizer).__name__, f"{type(optimizer).__module__}."
+    own = "" if module.startswith("shardopt.") else f"{OWN}{kind}"
+    algorithm = kind if module.startswith("torch.optim.") else own
     return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 
