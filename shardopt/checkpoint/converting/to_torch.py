@@ -99,9 +99,10 @@ class TorchFile(OutFile):
 
 
 def _as_torchs(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group; of torch's algorithms without notes of ours, as torch's setters refuse unknown options."""
-    notes = (ALGORITHM, GIVEN) if is_torchs(group.get(ALGORITHM)) else ()
-    return {name: value for name, value in group.items() if name not in notes}
+    """Returns a group; one that torch.optim saved is without our note, as torch's setters refuse unknown options."""
+    if GIVEN in group or not is_torchs(group.get(ALGORITHM)):  # a keyed one's says to others of ours what saved it
+        return {**group}
+    return {name: value for name, value in group.items() if name != ALGORITHM}
 
 
 def _warn_of_positions(lists: Mapping[Path, Sequence[Any]]) -> None:
