@@ -91,9 +91,9 @@ def save(manager, clock, steps, seconds=60):
 @contextmanager
 def manifests_read(monkeypatch):
     """The directories whose manifests retention has read, while the context is open."""
-    read, names = metrics.read_manifest, []
+    read, names = metrics.manifest_in, []
     with monkeypatch.context() as patch:
-        patch.setattr(metrics, "read_manifest", lambda storage: (names.append(storage.url[-1]), read(storage))[1])
+        patch.setattr(metrics, "manifest_in", lambda storage: (names.append(storage.url[-1]), read(storage))[1])
         yield names
 
 
