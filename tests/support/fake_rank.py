@@ -76,7 +76,7 @@ def redistributed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTe
 
 
 _HERE: dict[tuple[object, ...], Tensor] = {}
-"""The numbers of the elements that lie on a rank, as torch itself cuts them, by shapes, coordinate and placements."""
+"""The numbers of the elements that lie on a rank, as torch itself cuts them, by shape, mesh, place and placements."""
 
 
 def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
@@ -84,7 +84,7 @@ def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
 
     The mesh has this rank in it; the memory order of the whole tensor stays.
     """
-    cut = tuple(full.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements
+    cut = tuple(full.shape), mesh.device_type, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements
     if cut not in _HERE:
         _HERE[cut] = redistributed(torch.arange(full.numel()).view(full.shape), mesh, *placements).to_local()
     local = full.flatten()[_HERE[cut]].clone()
