@@ -147,8 +147,7 @@ class Ranks(Collectives):
     @property
     def job_numbers(self) -> tuple[int, ...] | None:
         """The numbers of these ranks in the job; None if they are the whole job in its order."""
-        size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        return None if self.members == tuple(range(size)) else self.members
+        return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
     def in_step(self) -> bool:
@@ -305,6 +304,10 @@ def _refuse_in_child(what: str | Call) -> None:
 
 def _no_group() -> None:
     """Stands for a weak reference if there is no group."""
+
+
+def _job_size() -> int:  # which simulated jobs replace
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
