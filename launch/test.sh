@@ -15,21 +15,16 @@ unset PYTHONDONTWRITEBYTECODE
 # trio, which selenium needs, would be imported with hypothesis by each worker: a third of a second.
 export HYPOTHESIS_NO_PLUGINS=1
 
+# Compiles the tests, on the core that mypy leaves free.
+"$python" -m pytest --collect-only --quiet >/dev/null 2>&1 &
 echo "test: ruff"
 "$python" -m ruff check --quiet .
 "$python" -m ruff format --check --quiet .
-# Beside the tests, which leave a core idle now and then. One of them waits for this lock to use mypy's cache.
-mkdir -p out
-flock --no-fork pyproject.toml "$python" -m mypy >out/mypy.txt 2>&1 &
-mypy=$!
-trap 'kill "$mypy" 2>/dev/null || true' EXIT
+echo "test: mypy"
+"$python" -m mypy
+wait
 command -v chromedriver >/dev/null ||
     echo "test: no browser here: reports are not tested in one (apt-get install --yes chromium chromium-driver)"
 echo "test: pytest"
 # One worker more than there are cores: tests of ranks also wait.
-status=0
-"$python" -m pytest -n "$(($(nproc) + 1))" --dist worksteal --durations=10 "$@" || status=$?
-echo "test: mypy"
-wait "$mypy" || status=$?
-cat out/mypy.txt
-exit "$status"
+exec "$python" -m pytest -n "$(($(nproc) + 1))" --dist worksteal --durations=10 "$@"

@@ -7,9 +7,6 @@ torch keeps by meshes, and no number is drawn.
 What it has loaded so far, a million objects, is kept out of the garbage collections of all ranks, which would look at
 each of them and so copy the memory that they share with the server. And its memory is brought into huge pages: a fork
 copies a table of all pages, and its end frees that again, which takes most of the time that a rank needs to start.
-
-The stand-in's kernels are there too: a rank that adds them writes to each of torch's operators, 9,000 pages that it
-would copy. Its device is not.
 """
 
 import ctypes
@@ -22,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.standin import build
 from tests.support.disk import leave_unflushed_as_parent
 from tests.support.fake_rank import as_rank
 
@@ -61,8 +57,6 @@ def _use_once() -> None:
 
 
 leave_unflushed_as_parent()
-if not build.lacking():
-    ctypes.CDLL(str(build.library()))
 _use_once()
 assert threading.active_count() == 1  # a fork would lose the others
 gc.collect()
