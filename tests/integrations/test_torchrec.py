@@ -212,4 +212,4 @@ def test_a_job_without_the_tables_of_a_rank_refuses_other_tables(tmp_path):
     run_ranks(2, train, str(tmp_path / "run"), "first-rank", SAVED_AT, deadline_seconds=DEADLINE)
     found = run_ranks(2, load_each, str(tmp_path), ["run"], ["data-parallel"], None, deadline_seconds=DEADLINE)
     for problems in (found[0]["run", "data-parallel"],):
-        assert "tables.state.tables.embedding_bags.user.weight.user.momentum1" in problems
+        assert "tables.*" in problems
