@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from typing import Any, NamedTuple
-from weakref import WeakSet, ref
+from weakref import WeakSet, finalize, ref
 
 import numpy as np
 from torch import Tensor
@@ -41,9 +41,10 @@ Found = list[tuple[Path, Any]]
 
 
 class _Saved(NamedTuple):
-    """What an object of the program's own saved.
+    """Notes of what an object of the program's own saved.
 
     Args:
+        own: the object.
         room: how many elements a tensor may have that is in it (`_size_of`).
         hides_optimizer: whether it has an optimizer's state that no optimizer of the app has.
     """
@@ -54,7 +55,7 @@ class _Saved(NamedTuple):
 
 
 _saved: dict[int, _Saved] = {}
-"""By the id of the object."""
+"""By the id of the object, for as long as it is there: it may have no hash."""
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -201,6 +202,7 @@ def note_states(targets: Sequence[RestoreTarget], flat: FlatState) -> None:
         within = [place for each in _tensors_in(_optimizer_states_in(state)) for place in places_of(each)]
         with suppress(TypeError):  # its class has slots, and none for references
             _saved[id(own)] = _Saved(ref(own), _size_of(state), not held.issuperset(within))
+            finalize(own, _saved.pop, id(own), None)
 
 
 def _is_noted(own: Any) -> bool:

@@ -245,6 +245,14 @@ def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, st
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
 
 
+def test_nothing_stays_of_objects_of_the_program_that_are_gone(tmp_path):
+    before = len(unheld._saved)
+    for step in range(3):
+        checkpoint.save(tmp_path / str(step), {"x": torch.zeros(1), "loops": [Saves({"step": step}) for _ in range(9)]})
+    gc.collect()
+    assert len(unheld._saved) <= before
+
+
 class Trainer:
     """Saves its optimizers' states as they are. One that is an attribute is found there."""
 
