@@ -160,8 +160,8 @@ class World:
         """Lowers the priority of the calling thread, and of threads that it starts, below training, if possible.
 
         Args:
-            niceness: 10 leaves it a tenth of a core that the training keeps busy, 13 a twentieth, 15 a thirtieth; as much
-                again for each thread that it starts. Not less: it may hold what the training waits for.
+            niceness: 10 leaves it a tenth of a core that the training keeps busy, 13 a twentieth, 15 a thirtieth, and
+                as much for each thread that it starts. Not less: it may hold what the training waits for.
         """
         if sys.platform == "linux":  # where a thread has a priority of its own, and 0 is the calling one
             with suppress(OSError):  # a sandbox may forbid it

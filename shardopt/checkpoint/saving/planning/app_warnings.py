@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.checkpoint.saving.planning.frozen import Layers, LayersInEval, Otherwise, frozen_otherwise
+from shardopt.checkpoint.saving.planning.in_loop import LoopWarnings
 from shardopt.checkpoint.saving.planning.unheld import (
     Found,
     may_hold_others,
@@ -81,6 +82,7 @@ class AppWarnings:
         self._rates: dict[str, list[Any]] = {}  # of optimizers by names, as they were when first seen; [] once told of
         self._frozen: list[Otherwise] = []  # to be told of at the next step, or save
         self._in_eval = LayersInEval()
+        self._in_loop = LoopWarnings()
 
     def of_passed(self, app: Mapping[str, Any]) -> None:
         """Looks at the app at some calls of `save` that save nothing."""
@@ -123,6 +125,7 @@ class AppWarnings:
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
+        self._in_loop.of_saved(found)
         if is_first:
             warn_of_forgotten(found)
             if not self._began:  # else a restore had a place for all that there is

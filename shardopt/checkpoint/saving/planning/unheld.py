@@ -92,7 +92,7 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
     optimizers, room = optimizers_in(found), _room_in(found)
     if not optimizers or room == inf:
         return set()
-    tensors = [each for _, value in found for each in _tensors_of(value)]
+    tensors = [each for _, value in found for each in tensors_of(value)]
     held: set[Any] = set(map(id, tensors))
     others = {
         key: [pair for child in children_of(each) for pair in _trained(child, held)]
@@ -246,7 +246,8 @@ def may_hold_others(value: Any) -> bool:
     return not any(each.__module__.startswith(_RESTORE_NONE) for each in type(value).__mro__)
 
 
-def _tensors_of(value: Any) -> list[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
+    """Returns the tensors of a module, or a tensor; none of another object."""
     if isinstance(value, Module):
         return [*value.parameters(), *value.buffers(), *(shard for _, shard in named_shards_of(value))]
     return [value] if isinstance(value, Tensor) else []
