@@ -117,7 +117,7 @@ class Steps:
             urls = [*self._tiers.urls(id), *urls]
         saved = self._save(id, urls, app, metrics, terms, self._stage)
         if self._run.ranks.rank == 0:
-            self.warnings.of_stored(app)
+            self.warnings.of_stored(step, app)
         return saved
 
     def save_and_leave(
@@ -141,7 +141,7 @@ class Steps:
                 self._after.prepare(id, in_turn=False)
                 self._save(id, [self._run.root.checkpoint(id).url], app, metrics, terms, None, raise_earlier=False)
                 if self._run.ranks.rank == 0:
-                    self.warnings.of_stored(app)
+                    self.warnings.of_stored(step, app)
         finally:
             for failure in filter(None, earlier):
                 _log.error("failed before the stop was requested: %s", failure)

@@ -74,7 +74,8 @@ class AppWarnings:
     """Warns of what does not fit in the app of one run. On rank 0."""
 
     def __init__(self) -> None:
-        self._told_of_step = self._told_of_workers = self._has_saved = self._has_stored = False
+        self._told_of_step = self._told_of_workers = self._told_of_hidden = False
+        self._has_saved = self._has_stored = False
         self._told = set[_Check]()
         self._unheld = set[str]()  # the optimizers of which it was said that the app lacks what they step
         self._began = 0  # the step at which this job began
@@ -119,17 +120,20 @@ class AppWarnings:
         return self._in_eval.look(found, is_saved=True) or None
 
     @_harmless()
-    def of_stored(self, app: Mapping[str, Any]) -> None:
-        """Warns of what is not held, once a save has asked the objects of the app for their states."""
-        is_first, self._has_stored = not self._has_stored, True
+    def of_stored(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns of what is not held, once a save has asked the objects of the app for their states.
+
+        A save before any step is looked at, too, and does not count: optimizers have no state yet.
+        """
+        is_first, self._has_stored = not self._has_stored, step > self._began
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
         self._in_loop.of_saved(found)
         if is_first:
             warn_of_forgotten(found)
-            if not self._began:  # else a restore had a place for all that there is
-                warn_of_hidden_optimizers(found)
+        if not (self._began or self._told_of_hidden):  # a restore had a place for all that there is
+            self._told_of_hidden = warn_of_hidden_optimizers(found)
 
     def _end_frozen(self) -> None:
         for each in self._frozen:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
@@ -171,38 +172,42 @@ def _with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
     return [*found.values()]
 
 
-def warn_of_hidden_optimizers(found: Found) -> None:
+def warn_of_hidden_optimizers(found: Found) -> bool:
     """Logs a warning of objects of the program's own that save an optimizer's state, where the app lacks the optimizer.
 
     In a new process that state is not there yet, and the object has no place for what is stored.
+
+    Returns:
+        Whether there is one.
     """
-    for path, each in found:
-        if _is_noted(each) and _saved[id(each)].hides_optimizer:
-            _log.warning(
-                "%s saves the state of an optimizer that is not in the app itself: a restore in a new process is "
-                "refused unless that state was made before. Add the optimizer to the app too, under a key of its own "
-                "[optimizer-state]",
-                join(path),
-            )
+    hiding = [path for path, each in found if _is_noted(each) and _saved[id(each)].hides_optimizer]
+    for path in hiding:
+        _log.warning(
+            "%s saves the state of an optimizer that is not in the app itself: a restore in a new process is refused "
+            "unless that state was made before. Add the optimizer to the app too, under a key of its own "
+            "[optimizer-state]",
+            join(path),
+        )
+    return bool(hiding)
 
 
 def note_states(targets: Sequence[RestoreTarget], flat: FlatState) -> None:
-    """Notes what objects of the program's own save, the first time.
+    """Notes what objects of the program's own save, at each save: it may differ, as may what else the app has.
 
     Args:
         targets: neither modules nor optimizers.
     """
-    new = [each for each in targets if may_hold_others(each.object) and not _is_noted(each.object)]
-    if not new:
-        return
-    stepped = (each.state.get(STATE) for each in flat.targets if isinstance(each.object, Optimizer))
-    held = {place for each in _tensors_in([*stepped]) for place in places_of(each)}
-    for target in new:
-        own, state = target.object, target.state
-        within = [place for each in _tensors_in(_optimizer_states_in(state)) for place in places_of(each)]
+    for target in targets:
+        if not may_hold_others(own := target.object):
+            continue
+        hides_optimizer = False
+        if within := _shapes_in(_optimizer_states_in(target.state)):
+            others = (each.state.get(STATE) for each in flat.targets if isinstance(each.object, Optimizer))
+            hides_optimizer = bool(within - _shapes_in([*others]))
         with suppress(TypeError):  # its class has slots, and none for references
-            _saved[id(own)] = _Saved(ref(own), _size_of(state), not held.issuperset(within))
-            finalize(own, _saved.pop, id(own), None)
+            if not _is_noted(own):
+                finalize(own, _saved.pop, id(own), None)
+            _saved[id(own)] = _Saved(ref(own), _size_of(target.state), hides_optimizer)
 
 
 def _is_noted(own: Any) -> bool:
@@ -218,10 +223,10 @@ def _optimizer_states_in(state: Any) -> list[Any]:
 
 
 def _size_of(state: Any) -> float:
-    """Returns how many entries, numbers and characters a state has; infinity for many, and for tensors."""
+    """Returns how many entries, numbers and characters a state has; infinity for many, tensors and other objects."""
     size, values = 0, [state]
     for value in values:  # which grows
-        if isinstance(value, Tensor | np.ndarray | PerRank):
+        if isinstance(value, Tensor | np.ndarray | PerRank) or is_stateful(value):
             return inf
         size += len(value) if isinstance(value, Collection) else 1
         if size > _MANY:
@@ -253,11 +258,15 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [found for each in parts for found in _tensors_in(each)]
+def _shapes_in(value: Any) -> Counter[tuple[int, ...]]:
+    """Returns the shapes of the tensors in containers, by which copies of them are known, too."""
+    shapes, values = Counter[tuple[int, ...]](), [value]
+    for each in values:  # which grows
+        if isinstance(each, Tensor):
+            shapes[tuple(each.shape)] += 1
+        elif isinstance(each, Mapping | list | tuple):
+            values += each.values() if isinstance(each, Mapping) else each
+    return shapes
 
 
 def _trained(optimizer: Any, but: Collection[int]) -> list[tuple[str, Tensor]]:

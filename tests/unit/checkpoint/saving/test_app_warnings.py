@@ -1,5 +1,6 @@
 """Optimizers by whose parameters a resume would train otherwise: those that the app lacks, and those frozen again."""
 
+import copy
 import gc
 import weakref
 from collections import OrderedDict
@@ -71,6 +72,18 @@ def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind)
             manager.save(1, app)
     (line,) = [each for each in caplog.messages if "not in the app" in each]
     assert line.startswith(FORGOTTEN.format("model"))
+
+
+def test_a_save_before_the_first_step_does_not_keep_what_the_app_lacks_from_being_told_of(tmp_path, caplog):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in range(3):
+            manager.save(step, {"model": model})
+            assert ("not in the app" in caplog.text) is (step > 0)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert caplog.text.count("not in the app") == 1
 
 
 class WithAnother(torch.optim.Optimizer):
@@ -227,8 +240,9 @@ class Saves:
         ({"masters": "0" * 256}, False),
         ({"order": [0] * 10_000}, False),
         ({"masters": torch.zeros(256)}, False),
+        ({"masters": nn.Linear(16, 16)}, False),
     ],
-    ids=["few numbers", "as many", "characters", "many", "a tensor"],
+    ids=["few numbers", "as many", "characters", "many", "a tensor", "an object"],
 )
 def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, state, is_told, stage):
     model, masters, lists = nn.Linear(2, 1), nn.Parameter(torch.zeros(256)), nn.Linear(2, 128)
@@ -245,6 +259,17 @@ def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, st
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
 
 
+def test_what_an_object_of_the_program_saves_later_counts_in_another_run(tmp_path, caplog):
+    model, masters, loop = nn.Linear(2, 1), nn.Parameter(torch.zeros(256)), Saves({"step": 1})
+    app = {"model": model, "loop": loop, "optimizer": torch.optim.Adam([*model.parameters(), masters])}
+    for is_told in (True, False):
+        with checkpoint.Manager(tmp_path / str(is_told)) as manager:
+            manager.save(1, app)
+        assert ("nothing in the app" in caplog.text) is is_told
+        caplog.clear()
+        loop.state = {"masters": masters}
+
+
 def test_nothing_stays_of_objects_of_the_program_that_are_gone(tmp_path):
     before = len(unheld._saved)
     for step in range(3):
@@ -254,22 +279,27 @@ def test_nothing_stays_of_objects_of_the_program_that_are_gone(tmp_path):
 
 
 class Trainer:
-    """Saves its optimizers' states as they are. One that is an attribute is found there."""
+    """Saves its optimizers' states, as they are or copies. One that is an attribute is found there."""
 
-    def __init__(self, optimizer, is_attribute):
-        self.optimizers = [optimizer]
+    def __init__(self, optimizer, is_attribute=False, copies=False):
+        self.optimizers, self.copies = [optimizer], copies
         if is_attribute:
             self.optimizer = optimizer
 
     def state_dict(self):
-        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizers[0].state_dict()}
+        state = self.optimizers[0].state_dict()
+        return {"hooks": [{"losses": [0.5]}], "optimizer": copy.deepcopy(state) if self.copies else state}
 
     def load_state_dict(self, state):
         self.optimizers[0].load_state_dict(state["optimizer"])
 
 
 @pytest.mark.parametrize(
-    "kind", ["hidden", "attribute", "in the app", "keyed, in the app", "attribute, in the app", "stateless"]
+    "kind",
+    [
+        *("hidden", "attribute", "stateless", "hidden, a copy"),
+        *("in the app", "keyed, in the app", "attribute, in the app", "a copy, in the app"),
+    ],
 )
 def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_restore_is_refused(
     tmp_path, caplog, kind
@@ -280,7 +310,7 @@ def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_re
             optimizer = shardopt.keyed("adam", model.named_parameters())
         else:
             optimizer = (torch.optim.SGD if kind == "stateless" else torch.optim.Adam)(model.parameters(), lr=0.1)
-        app = {"model": model, "trainer": Trainer(optimizer, kind.startswith("attribute"))}
+        app = {"model": model, "trainer": Trainer(optimizer, kind.startswith("attribute"), "copy" in kind)}
         return model, optimizer, app | ({"optimizer": optimizer} if kind.endswith("in the app") else {})
 
     def step(model, optimizer):
@@ -293,11 +323,11 @@ def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_re
     with checkpoint.Manager(tmp_path) as manager:
         manager.save(1, app)
     starts = [each.startswith("trainer saves the state of an optimizer") for each in caplog.messages]
-    assert any(starts) is (kind == "hidden")
+    assert any(starts) is kind.startswith("hidden")
     caplog.clear()
     other, of_other, app = make()
     with checkpoint.Manager(tmp_path) as manager:
-        if kind == "hidden":
+        if kind.startswith("hidden"):
             with pytest.raises(MismatchError, match="make its state before loading"):
                 manager.restore(app)
             step(other, of_other)
@@ -307,6 +337,20 @@ def test_an_optimizer_that_an_object_of_the_program_saves_is_told_of_before_a_re
     step(model, optimizer)
     assert torch.equal(other.weight, model.weight)
     assert "trainer saves" not in caplog.text
+
+
+def test_whether_the_app_lacks_an_optimizer_that_an_object_saves_is_looked_at_in_each_run(tmp_path, caplog):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    trainer = Trainer(optimizer)
+    for number, more in enumerate([{}, {"optimizer": optimizer}, {}]):
+        with checkpoint.Manager(tmp_path / str(number)) as manager:
+            for step in range(3):
+                manager.save(step, {"model": model, "trainer": trainer, **more})
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        assert caplog.text.count("trainer saves the state of an optimizer") == (not more)
+        caplog.clear()
 
 
 def test_schedules_samplers_and_averages_hold_no_parameters(tmp_path, caplog):
