@@ -129,7 +129,8 @@ class AppWarnings:
         found = objects_in({**app})
         if is_first or self._may_be_stale(found):  # optimizers by names refuse to be saved with what was replaced
             self._unheld |= warn_of_unheld(found, but=self._unheld)
-        self._in_loop.of_saved(found)
+        if step > self._began:
+            self._in_loop.of_saved(found)
         if is_first:
             warn_of_forgotten(found)
         if not (self._began or self._told_of_hidden):  # a restore had a place for all that there is

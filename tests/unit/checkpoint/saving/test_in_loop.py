@@ -222,3 +222,13 @@ def test_what_a_loop_deletes_after_a_save_is_gone(tmp_path):
         del own, layer
         assert [each() for each in refs] == [None, None]
         manager.save(2, app)
+
+
+def test_a_save_before_the_first_step_does_not_count(tmp_path, caplog):
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu")
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in (0, 1):
+            manager.save(step, {"model": model, "optimizer": optimizer})
+            assert (LINE in caplog.text) is (step == 1)
+            scaler.scale(torch.ones(()))
