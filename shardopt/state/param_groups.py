@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any, TypeGuard
 
 from shardopt.errors import Problem, StateError
 from shardopt.runtime.late import torch
+from shardopt.runtime.signatures import signature
 from shardopt.state.paths import PARAM_GROUPS, STATE
 
 PARAMS = "params"
@@ -276,11 +278,31 @@ def numbers_in(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> tu
 
 
 def other_algorithm(options: Mapping[str, Any], algorithm: str) -> str:
-    """Returns the algorithm of stored options if it is known to be another one; else "", also where one is `OWN`."""
+    """Returns the algorithm of stored options if it is known to be another one; else "", also where one is `OWN`.
+
+    Files of torch do not name it. There it is another one if its options are numbers of others alone.
+    """
     stored = options.get(ALGORITHM)
+    if stored is None and (own := _numbers_of_torchs().get(algorithm)):
+        strange = sorted(_numbers_of_torchs()[""].difference(own).intersection(options))
+        return f"an algorithm with {', '.join(strange)}" if strange and not own <= options.keys() else ""
     if not (isinstance(stored, str) and stored and algorithm) or OWN in (stored[0], algorithm[0]):
         return ""
     return stored if stored != algorithm else ""
+
+
+@cache
+def _numbers_of_torchs() -> dict[str, set[str]]:
+    """Returns the options that are numbers of each of torch's algorithms, without those of nearly all; of any as ""."""
+    found: dict[str, set[str]] = {"": set()}
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
+            options = signature(kind).parameters.values()
+            numbers = {each.name for each in options if isinstance(each.default, float | int | tuple)}
+            flags = {each.name for each in options if isinstance(each.default, bool)}
+            found[name] = numbers - flags - {"lr", "eps", "weight_decay"}
+            found[""] |= found[name]
+    return found
 
 
 def other_class(options: Mapping[str, Any], algorithm: str) -> str:

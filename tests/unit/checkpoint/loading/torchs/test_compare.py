@@ -366,6 +366,35 @@ def test_another_algorithm_is_refused(tmp_path):
         checkpoint.load(tmp_path / "c", app_of(kind=torch.optim.Adam), init_state=True)
 
 
+@pytest.mark.parametrize(
+    ("saved", "here", "other"),
+    [
+        ("adamw", "momentum", "betas"),
+        ("momentum", "adamw", "dampening, momentum"),
+        ("rmsprop", "momentum", "alpha"),
+        ("adagrad", "rmsprop", "initial_accumulator_value, lr_decay"),
+        ("adamw", "radam", None),  # which keeps the same
+    ],
+)
+@pytest.mark.parametrize("way", ["torch.save", "converted"])
+def test_another_algorithm_is_known_by_its_options_in_files_that_do_not_name_it(tmp_path, saved, here, other, way):
+    app, into = (app_of(kind=KINDS[each][0], **KINDS[each][1]) for each in (saved, here))
+    stepped(app)
+    app["optimizer"].param_groups[0]["momentum_of_data"] = 0.5  # of the program's own
+    if way == "torch.save":
+        torch.save({key: each.state_dict() for key, each in app.items()}, tmp_path / "c.pt")
+    else:
+        checkpoint.save(tmp_path / "c", app)
+        checkpoint.convert(tmp_path / "c", tmp_path / "c.pt", to="torch")
+    before = into["optimizer"].state_dict()
+    if other is None:
+        checkpoint.load(tmp_path / "c.pt", into, init_state=True)
+        return
+    with pytest.raises(MismatchError, match=f"algorithm: found an algorithm with {other}, by which it was saved"):
+        checkpoint.load(tmp_path / "c.pt", into, init_state=True)
+    assert into["optimizer"].state_dict() == before and not into["optimizer"].state
+
+
 def test_a_thousand_optimizers_take_ten_times_as_long_as_a_hundred(tmp_path):
     def made(count):
         model = nn.ParameterList(torch.nn.Parameter(torch.ones(1)) for _ in range(count))
