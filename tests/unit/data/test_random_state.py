@@ -58,6 +58,10 @@ def test_each_rank_gets_its_own(tmp_path, caplog):
     wanted = draw()
     assert load_and_draw(str(tmp_path), "keep") == wanted
     assert "random.of_rank: values of 2 ranks, where 1 load: each rank keeps the one that it has" in caplog.text
+    caplog.clear()
+    for each in (checkpoint.save, checkpoint.load):
+        each(tmp_path / "alone", {"random": shardopt.RandomState(on_resize="keep")})
+    assert "each rank keeps" not in caplog.text
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

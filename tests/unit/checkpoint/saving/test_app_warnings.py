@@ -259,6 +259,18 @@ def test_objects_of_the_program_hide_no_more_than_they_save(tmp_path, caplog, st
     assert len(lines) == len(starts) and all(map(str.startswith, lines, starts))
 
 
+@pytest.mark.parametrize(("moments", "is_told"), [([0.5, 0.5], False), ([], True)])
+def test_an_optimizer_of_few_numbers_may_be_in_an_object_of_the_program(tmp_path, caplog, moments, is_told):
+    model, small = nn.Linear(2, 128), nn.Parameter(torch.ones(4))
+    model.register_parameter("small", small)
+    optimizer = torch.optim.SGD([small], lr=0.1, momentum=0.5)
+    small.grad = torch.ones(4)
+    optimizer.step()
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, {"model": model, "loop": Saves({"moments": moments})})
+    assert ("not in the app" in caplog.text) is is_told
+
+
 def test_what_an_object_of_the_program_saves_later_counts_in_another_run(tmp_path, caplog):
     model, masters, loop = nn.Linear(2, 1), nn.Parameter(torch.zeros(256)), Saves({"step": 1})
     app = {"model": model, "loop": loop, "optimizer": torch.optim.Adam([*model.parameters(), masters])}
