@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 import torch
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from benchmarks import dcp
 from benchmarks.peers import write_table
@@ -84,8 +83,8 @@ def turn(name: str, url: str, state: dict[str, torch.Tensor], endpoint: str) -> 
     target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     with client(name):
         if name.startswith("DCP"):
-            save = cost_of(endpoint, lambda: dcp.save(dict(state), storage_writer=FsspecWriter(url)))
-            load = cost_of(endpoint, lambda: dcp.load(target, storage_reader=FsspecReader(url)))
+            save = cost_of(endpoint, lambda: dcp.save(dict(state), checkpoint_id=url))
+            load = cost_of(endpoint, lambda: dcp.load(target, checkpoint_id=url))
         else:
             save = cost_of(endpoint, lambda: checkpoint.save(url, state))
             load = cost_of(endpoint, lambda: checkpoint.load(url, target))

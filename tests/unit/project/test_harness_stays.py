@@ -109,4 +109,5 @@ print(sys.argv[1:], __name__)
     ended = run_program(source + last, "a", "b")
     printed = "['a', 'b'] __main__\nthread\nat exit\ntaken down\n"
     assert (ended.returncode, ended.stdout) == (code, printed), ended.stderr
-    assert says in ended.stderr and (says or not ended.stderr)
+    # Nothing else that is printed at the end counts: some releases of triton, which is preloaded, tell of leaks there.
+    assert says in ended.stderr and ("Traceback" in ended.stderr) == bool(says)
