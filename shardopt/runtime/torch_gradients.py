@@ -1,4 +1,4 @@
-"""All private API that shardopt uses of torch.autograd, torch.amp and modules that reduce gradients.
+"""All private API that shardopt uses of torch.autograd, torch.amp and modules.
 
 Each is present and behaves alike in torch 2.13 and 2.15; a test of each fails by name where a later torch differs.
 """
@@ -305,3 +305,19 @@ def loads_other_shape(module: nn.Module, name: str, value: Tensor) -> bool:
         trial._load_from_state_dict({name: value}, "", {}, True, missing, [], errors)
     taken = place[name].shape == value.shape if name in module._buffers else trial._parameters[name] is own
     return taken and not errors and name not in missing
+
+
+def in_eval(module: nn.Module) -> list[str] | None:
+    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
+    found, trains = list[str](), False
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        within = in_eval(child) if child._modules else [] if child.training else None  # no call for most
+        if within is None:
+            found.append(name)
+            continue
+        trains = True
+        if within:
+            found += [f"{name}.{each}" for each in within]
+    return found if trains or (not found and module.training) else None

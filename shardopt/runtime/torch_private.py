@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -192,13 +191,24 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) ->
         optimizer.state.pop(local, None)
         local.grad = torch.zeros_like(local)
         with torch.no_grad():
-            gather_lists(optimizer, {**group, "params": [local]})  # the lists are thrown away
+            _gather_state(optimizer, {**group, "params": [local]}, local)
         return dict(optimizer.state.get(local, {}))
     finally:
         local.grad = gradient
         optimizer.state.pop(local, None)  # what was made, or half made
         if state is not None:
             optimizer.state[local] = state
+
+
+def _gather_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> None:
+    """Has `_init_group` make the state of a tensor, or as torch 2.11 does it for Adagrad, the constructor."""
+    try:
+        gather_lists(optimizer, group)  # the lists are thrown away
+    except KeyError:
+        if not isinstance(optimizer, torch.optim.Adagrad):
+            raise
+        initial = optimizer.defaults["initial_accumulator_value"]
+        optimizer.state[local] = torch.optim.Adagrad([dict(group)], initial_accumulator_value=initial).state[local]
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
@@ -380,19 +390,3 @@ def has_modes() -> bool:
     """Whether inference mode, autocast or a default device is set. Takes 0.3 µs."""
     set_by_function = torch._C._len_torch_function_stack() > 0
     return set_by_function or torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled()
-
-
-def in_eval(module: Module) -> list[str] | None:
-    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
-    found, trains = list[str](), False
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        within = in_eval(child) if child._modules else [] if child.training else None  # no call for most
-        if within is None:
-            found.append(name)
-            continue
-        trains = True
-        if within:
-            found += [f"{name}.{each}" for each in within]
-    return found if trains or (not found and module.training) else None

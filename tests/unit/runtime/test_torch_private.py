@@ -19,6 +19,7 @@ from shardopt.runtime.torch_gradients import (
     at_end_of_backward,
     backward_under_way,
     gradient_hooks,
+    in_eval,
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
@@ -35,7 +36,6 @@ from shardopt.runtime.torch_private import (
     gather_lists,
     gathers_as_torch,
     has_modes,
-    in_eval,
     is_torchs_getter_asking,
     lazy_state,
     step_with_lists,
@@ -83,6 +83,27 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert all(made[name].shape == value.shape for name, value in optimizers[0].state[stepped].items())
     assert asked.grad is None
     assert len(optimizers[1].state) == 0
+
+
+class LooksForState(torch.optim.Adagrad):
+    """As Adagrad of torch 2.11: the constructor alone makes state."""
+
+    def _init_group(self, group, *lists):
+        for parameter in group["params"]:
+            self.state[parameter]["sum"]
+        return super()._init_group(group, *lists)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_that_only_a_constructor_makes_is_made_by_one(fused):
+    tensor = torch.ones(2, dtype=torch.bfloat16)
+    optimizer = LooksForState([tensor], initial_accumulator_value=0.5, fused=fused)
+    (constructed,) = optimizer.state.values()
+    optimizer.state.clear()
+    made = lazy_state(optimizer, optimizer.param_groups[0], tensor)
+    assert made["sum"].tolist() == [0.5, 0.5] and made.keys() == constructed.keys()
+    assert all(made[name].dtype == value.dtype for name, value in constructed.items())
+    assert tensor.grad is None and not optimizer.state
 
 
 def test_init_group_that_fails_in_the_middle_leaves_no_state(monkeypatch):
