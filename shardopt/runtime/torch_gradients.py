@@ -23,9 +23,13 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from shardopt.runtime.live_objects import instances_of, none_frozen
+
+BatchNorm = _BatchNorm
+"""All batch-norm layers, including users' own, as torch's `update_bn` looks for them."""
 
 
 def backward_under_way() -> int:
@@ -305,19 +309,3 @@ def loads_other_shape(module: nn.Module, name: str, value: Tensor) -> bool:
         trial._load_from_state_dict({name: value}, "", {}, True, missing, [], errors)
     taken = place[name].shape == value.shape if name in module._buffers else trial._parameters[name] is own
     return taken and not errors and name not in missing
-
-
-def in_eval(module: nn.Module) -> list[str] | None:
-    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
-    found, trains = list[str](), False
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        within = in_eval(child) if child._modules else [] if child.training else None  # no call for most
-        if within is None:
-            found.append(name)
-            continue
-        trains = True
-        if within:
-            found += [f"{name}.{each}" for each in within]
-    return found if trains or (not found and module.training) else None

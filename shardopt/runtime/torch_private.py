@@ -15,14 +15,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
+from torch.nn import Module
+from torch.optim import Adagrad, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.runtime.signatures import signature
-
-BatchNorm = _BatchNorm
-"""All batch-norm layers, including users' own, as torch's `update_bn` looks for them."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -186,29 +183,23 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) ->
         group: the options that `local` has; its "params" are ignored.
         local: a tensor that it steps on, with state or without.
     """
-    gradient, state = local.grad, optimizer.state.get(local)
+    gradient, state, group = local.grad, optimizer.state.get(local), {**group, "params": [local]}
     try:
         optimizer.state.pop(local, None)
         local.grad = torch.zeros_like(local)
         with torch.no_grad():
-            _gather_state(optimizer, {**group, "params": [local]}, local)
+            gather_lists(optimizer, group)  # the lists are thrown away
         return dict(optimizer.state.get(local, {}))
+    except KeyError:  # torch 2.11 looks for Adagrad's state, which its constructor makes
+        if not isinstance(optimizer, Adagrad):
+            raise
+        initial = optimizer.defaults["initial_accumulator_value"]
+        return dict(Adagrad([group], initial_accumulator_value=initial).state[local])
     finally:
         local.grad = gradient
         optimizer.state.pop(local, None)  # what was made, or half made
         if state is not None:
             optimizer.state[local] = state
-
-
-def _gather_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> None:
-    """Has `_init_group` make the state of a tensor, or as torch 2.11 does it for Adagrad, the constructor."""
-    try:
-        gather_lists(optimizer, group)  # the lists are thrown away
-    except KeyError:
-        if not isinstance(optimizer, torch.optim.Adagrad):
-            raise
-        initial = optimizer.defaults["initial_accumulator_value"]
-        optimizer.state[local] = torch.optim.Adagrad([dict(group)], initial_accumulator_value=initial).state[local]
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
@@ -390,3 +381,19 @@ def has_modes() -> bool:
     """Whether inference mode, autocast or a default device is set. Takes 0.3 µs."""
     set_by_function = torch._C._len_torch_function_stack() > 0
     return set_by_function or torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled()
+
+
+def in_eval(module: Module) -> list[str] | None:
+    """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
+    found, trains = list[str](), False
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        within = in_eval(child) if child._modules else [] if child.training else None  # no call for most
+        if within is None:
+            found.append(name)
+            continue
+        trains = True
+        if within:
+            found += [f"{name}.{each}" for each in within]
+    return found if trains or (not found and module.training) else None

@@ -12,7 +12,7 @@ from torch.optim import swa_utils
 
 from shardopt.optim.averages.averaging import Averaging
 from shardopt.ranks import ranks_of
-from shardopt.runtime.torch_private import BatchNorm
+from shardopt.runtime.torch_gradients import BatchNorm
 
 
 def update_bn(

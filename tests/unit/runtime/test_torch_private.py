@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.algorithms import StepsOn, algorithms
 from shardopt.runtime.torch_gradients import (
+    BatchNorm,
     ScalerStages,
     at_end_of_backward,
     backward_under_way,
     gradient_hooks,
-    in_eval,
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
@@ -30,12 +30,12 @@ from shardopt.runtime.torch_gradients import (
     scaler_that_steps,
 )
 from shardopt.runtime.torch_private import (
-    BatchNorm,
     before_step,
     can_make_lazy_state,
     gather_lists,
     gathers_as_torch,
     has_modes,
+    in_eval,
     is_torchs_getter_asking,
     lazy_state,
     step_with_lists,

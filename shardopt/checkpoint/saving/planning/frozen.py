@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
-from shardopt.runtime.torch_gradients import in_eval
-from shardopt.runtime.torch_private import running_hooks
+from shardopt.runtime.torch_private import in_eval, running_hooks
 from shardopt.sharding.gradients import is_moved_by_backward, requires_gradient
 from shardopt.sharding.view import local_tensors
 from shardopt.state.names import ParameterNames, plain_names_in
