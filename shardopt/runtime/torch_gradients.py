@@ -21,6 +21,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -126,6 +127,13 @@ def _reducing(wanted: set[int]) -> list[Any]:
     return [each for each in found if any(id(own) in wanted for own in vars(each).get("_module_parameters", ()))]
 
 
+def groups_of_parameters(state: FSDPState) -> list[FSDPParamGroup]:
+    """Returns the groups in which a `fully_shard` module gathers its parameters: at most one before torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def reshard(modules: Iterable[nn.Module]) -> None:
     """Makes `fully_shard` modules use their sharded parameters. Local.
 
@@ -135,7 +143,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     _end_forwards({module._get_fsdp_state() for module in sharded})
     for module in sharded:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in groups_of_parameters(module._get_fsdp_state()):
             group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
         module.reshard()
 
@@ -158,7 +166,7 @@ def _end_forwards(states: Iterable[FSDPState]) -> None:
         return
     for context in contexts.difference(_contexts_in_forward()):
         for state in context.all_states:
-            for of_forward in (state, *state._fsdp_param_groups):
+            for of_forward in (state, *groups_of_parameters(state)):
                 if of_forward._training_state is TrainingState.FORWARD:
                     of_forward._training_state = TrainingState.IDLE
             state._modules_to_run_forward.clear()
@@ -201,7 +209,7 @@ def named_shards_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     at: dict[nn.Module, dict[str, Tensor]] = {}
     for sharded in list(_module_state_mapping):  # also one above this module that has it in its group
         if isinstance(sharded, FSDPModule):
-            for group in sharded._get_fsdp_state()._fsdp_param_groups:
+            for group in groups_of_parameters(sharded._get_fsdp_state()):
                 for each in group.fsdp_params:
                     info = each._module_info
                     at.setdefault(info.module, {})[info.param_name] = each.sharded_param
@@ -214,7 +222,7 @@ def named_shards_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _meshes_of(module: nn.Module) -> Iterator[DeviceMesh]:
     if isinstance(module, FSDPModule):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in groups_of_parameters(module._get_fsdp_state()):
             yield from (cast(DTensor, each.sharded_param).device_mesh for each in group.fsdp_params)
 
 

@@ -20,6 +20,7 @@ from shardopt.runtime.torch_gradients import (
     at_end_of_backward,
     backward_under_way,
     gradient_hooks,
+    groups_of_parameters,
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
@@ -444,11 +445,11 @@ def test_a_forward_of_fully_shard_that_nothing_ends_is_ended_and_its_parameters_
         states = [each._get_fsdp_state() for each in (model, model.head)]
         assert states[0]._state_ctx.iter_forward_root is None  # the next forward waits for the current stream
         for state in states:
-            assert {state._training_state, *(each._training_state for each in state._fsdp_param_groups)} == {
+            assert {state._training_state, *(each._training_state for each in groups_of_parameters(state))} == {
                 TrainingState.IDLE
             }
             assert not state._modules_to_run_forward
-        params = [each.unsharded_param for each in states[1]._fsdp_param_groups[0].fsdp_params]
+        params = [each.unsharded_param for each in groups_of_parameters(states[1])[0].fsdp_params]
         assert all(each.grad is not None for each in params)
 
 
