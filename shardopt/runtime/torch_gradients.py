@@ -142,8 +142,12 @@ def reshard(modules: Iterable[nn.Module]) -> None:
     """
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     _end_forwards({module._get_fsdp_state() for module in sharded})
+    in_backward = backward_under_way() != -1
     for module in sharded:
-        for group in groups_of_parameters(module._get_fsdp_state()):
+        groups = groups_of_parameters(module._get_fsdp_state())
+        if in_backward and any(each._training_state is TrainingState.PRE_BACKWARD for each in groups):
+            continue  # the rest of the backward needs the copies, and frees them
+        for group in groups:
             group.wait_for_unshard()  # `reshard` frees no gather under way; a no-op without one
         module.reshard()
 

@@ -480,6 +480,14 @@ def test_a_forward_of_fully_shard_goes_on_where_its_own_code_frees_parameters():
         assert all(each.grad is not None for each in model.head.parameters())
 
 
+def test_a_backward_of_fully_shard_keeps_the_parameters_that_it_needs_still():
+    with fake_rank(0, 1):
+        model = fully_shard(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))
+        model[1].register_full_backward_hook(lambda *_: reshard(model.modules()))
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        assert all(isinstance(each, DTensor) and each.grad is not None for each in model.parameters())
+
+
 class Scored(nn.Linear):
     def score(self):
         reshard([self])
