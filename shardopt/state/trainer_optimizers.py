@@ -179,8 +179,16 @@ def constructed(optimizer: Optimizer) -> Optimizer:
 
 
 def is_constructed(optimizer: Optimizer) -> bool:
-    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
-    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
+    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks.
+
+    Some classes make the places for hooks of steps by themselves. Of these, torchrec's by names have their state. What
+    has a `state` of its own around an optimizer, as timm's Lookahead, would get what is loaded for that optimizer.
+    """
+    own, hooks = vars(optimizer), _hooks_of_optimizers()
+    if hooks <= own.keys() or hooks.isdisjoint(own):
+        return hooks <= own.keys()
+    by_names = isinstance(getattr(optimizer, "params", None), Mapping)
+    return by_names or STATE not in own or len(_inner_of(optimizer)) != 1
 
 
 @cache

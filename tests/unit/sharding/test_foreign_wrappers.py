@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
@@ -235,6 +236,44 @@ class Lookahead(Delegating):
     def load_state_dict(self, state_dict):
         self.slow, self.counter = state_dict["slow"], state_dict["counter"]
         self.optimizer.load_state_dict(state_dict)
+
+
+class WithHooks(Delegating):
+    """As timm's Lookahead: makes places for hooks of steps and a `state`; slow weights are in that of the optimizer."""
+
+    state = param_groups = defaults = None
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.state, self.param_groups, self.defaults = defaultdict(dict), optimizer.param_groups, optimizer.defaults
+        for group in self.param_groups:
+            group.setdefault("lookahead_step", 0)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+        for group in self.param_groups:
+            group["lookahead_step"] += 1
+            for parameter in group["params"] if group["lookahead_step"] % 2 == 0 else ():
+                slow = self.optimizer.state[parameter].setdefault("slow", parameter.detach().clone())
+                parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+        self.param_groups = self.optimizer.param_groups
+
+
+def test_one_with_hooks_and_state_of_its_own_resumes_in_a_new_process(tmp_path):
+    app, resumed = make_app("torch", WithHooks), make_app("torch", WithHooks)
+    train(app, 3)
+    checkpoint.save(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", resumed, init_state=True)
+    assert "slow" in resumed["optimizer"].optimizer.state[resumed["model"].weight]
+    assert not resumed["optimizer"].state
+    for each in (app, resumed):
+        train(each, 3)
+    assert torch.equal(app["model"].weight, resumed["model"].weight)
+    assert resumed["optimizer"].param_groups[0]["lookahead_step"] == 6
 
 
 @pytest.mark.parametrize("around", [lambda optimizer: optimizer, Delegating, Gathering])
