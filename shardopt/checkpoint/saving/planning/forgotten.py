@@ -14,7 +14,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import ProxyTypes, WeakSet, WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -280,8 +280,12 @@ def _attributes_in(flat: FlatState) -> Iterator[Any]:
 
 
 def _with_entries(value: Any) -> list[Any]:
-    """Returns a value, and its first entries: a list of schedules is short, and one of data may have millions."""
-    return [value, *islice(entries_of(value) or (), _MOST_LOOKED_AT)]
+    """Returns a value, and its first entries: a list of schedules is short, and one of data may have millions.
+
+    Without weak proxies: one of what is gone does not even answer of which class it is.
+    """
+    found = [value, *islice(entries_of(value) or (), _MOST_LOOKED_AT)]
+    return [each for each in found if type(each) not in ProxyTypes]
 
 
 def _is_state_within(value: Any, mark: str) -> bool:

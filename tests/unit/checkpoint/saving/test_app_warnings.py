@@ -51,7 +51,7 @@ def test_a_parameter_that_nothing_in_the_app_holds_is_told_of_once(tmp_path, cap
 FORGOTTEN = "an optimizer that is not in the app steps 2 parameters of it, such as {}.weight: a resumed run"
 
 
-@pytest.mark.parametrize("kind", ["torch", "keyed", "in backward", "one of two"])
+@pytest.mark.parametrize("kind", ["torch", "keyed", "in backward", "one of two", "beside a proxy"])
 def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind):
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     if kind == "keyed":
@@ -63,8 +63,10 @@ def test_an_optimizer_that_the_app_lacks_is_told_of_once(tmp_path, caplog, kind)
     app = {"model": model}
     if kind == "torch":
         app["schedule"] = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    if kind == "one of two":
+    if kind in ("one of two", "beside a proxy"):
         app |= {"other": other, "optimizer": torch.optim.Adam(other.parameters())}
+    if kind == "beside a proxy":
+        app["optimizer"].model = weakref.proxy(nn.Linear(2, 1))  # which is gone
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     for number in range(2):

@@ -1,6 +1,7 @@
 """A schedule that is not saved is told of at the first save; one that is saved in any way, or none at all, is not."""
 
 import logging
+import weakref
 from collections import deque
 
 import pytest
@@ -281,3 +282,14 @@ def test_a_queue_that_a_thread_fills_fails_no_save(tmp_path, kind):
     LambdaLR(optimizer, float)
     checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer, "queue": filled}, durable=False)
     assert len(filled.entries) > 1
+
+
+@pytest.mark.parametrize("hold", [lambda proxy: proxy, lambda proxy: [proxy]], ids=["attribute", "in a list"])
+@pytest.mark.parametrize("holder", ["object", "optimizer"])
+def test_a_weak_proxy_of_what_is_gone_fails_no_save(tmp_path, caplog, hold, holder):
+    model = torch.nn.Linear(2, 2)
+    app = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "object": Filled("dict")}
+    LambdaLR(app["optimizer"], float)
+    app[holder].owner = hold(weakref.proxy(torch.nn.Linear(2, 2)))
+    (line,) = told(tmp_path, caplog, app)
+    assert line.startswith("a schedule sets the rates of optimizer, and none is in the app")
