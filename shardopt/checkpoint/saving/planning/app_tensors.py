@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor
@@ -341,17 +343,20 @@ def _buffers_of(target: object, state: Mapping[str, Any]) -> Iterator[Tensor]:
 
 def _parameters_within(target: object) -> Iterator[Tensor]:
     """Yields the parameters that an object has as attributes, and those of its modules."""
-    yield from (each for each in getattr(target, "__dict__", {}).values() if isinstance(each, Parameter))
+    own = [each for each in [*getattr(target, "__dict__", {}).values()] if type(each) not in ProxyTypes]
+    yield from (each for each in own if isinstance(each, Parameter))
     for module in _modules_within(target):
         yield from module.parameters()
 
 
 def _modules_within(target: object) -> Iterator[Module]:
     """Yields the modules in an object's attributes, and in lists and dicts whose first item is one."""
-    for value in getattr(target, "__dict__", {}).values():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        if isinstance(next(iter(values), None), Module):
-            yield from (each for each in values if isinstance(each, Module))
+    for value in [*getattr(target, "__dict__", {}).values()]:  # at once, as a thread may add some
+        with suppress(ReferenceError):  # a weak proxy of what is gone
+            is_listed = isinstance(value, list | tuple)
+            values = value.values() if isinstance(value, dict) else value if is_listed else (value,)
+            if isinstance(next(iter(values), None), Module):
+                yield from (each for each in values if isinstance(each, Module))
 
 
 def places_of(tensor: Tensor) -> list[tuple[torch.device, int]]:

@@ -55,8 +55,8 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 @contextmanager
-def _harmless() -> Iterator[None]:
-    """Logs an error instead of raising it, on rank 0 alone."""
+def harmless() -> Iterator[None]:
+    """Logs an error instead of raising it: a look that stumbles over an object of the program's ends no training."""
     try:
         yield
     except Exception as error:
@@ -88,10 +88,10 @@ class AppWarnings:
     def of_passed(self, app: Mapping[str, Any]) -> None:
         """Looks at the app at some calls of `save` that save nothing."""
         if self._in_eval.looks:  # on no rank but 0
-            with _harmless():
+            with harmless():
                 self._in_eval.look(objects_in({**app}), is_saved=False)
 
-    @_harmless()
+    @harmless()
     def of_saved(self, step: int, app: Any) -> dict[str, Layers] | None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently.
 
@@ -119,7 +119,7 @@ class AppWarnings:
         self._compare_rates(found, warns=True)
         return self._in_eval.look(found, is_saved=True) or None
 
-    @_harmless()
+    @harmless()
     def of_stored(self, step: int, app: Mapping[str, Any]) -> None:
         """Warns of what is not held, once a save has asked the objects of the app for their states.
 
@@ -195,7 +195,7 @@ class AppWarnings:
                     key,
                 )
 
-    @_harmless()
+    @harmless()
     def of_restored(self, step: int | None, app: Mapping[str, Any], report: LoadReport | None, is_whole: bool) -> None:
         """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed.
 

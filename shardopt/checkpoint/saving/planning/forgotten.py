@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of
-from shardopt.checkpoint.saving.planning.app_warnings import note_rates
+from shardopt.checkpoint.saving.planning.app_warnings import harmless, note_rates
 from shardopt.checkpoint.saving.planning.unheld import note_states
 from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
@@ -49,6 +49,7 @@ _seen_metrics: WeakValueDictionary[int, Module] = WeakValueDictionary()  # by id
 _log = logging.getLogger("shardopt.checkpoint")
 
 
+@harmless()
 def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
     """Logs warnings of what a resume would miss, or could not load; once for each object that is saved.
 

@@ -58,8 +58,8 @@ HOLDERS = {
 }
 
 
-def told(tmp_path, caplog, app):
-    with caplog.at_level(logging.WARNING, logger="shardopt"), checkpoint.Manager(tmp_path) as manager:
+def told(tmp_path, caplog, app, stage=None):
+    with caplog.at_level(logging.WARNING, logger="shardopt"), checkpoint.Manager(tmp_path, stage=stage) as manager:
         manager.save(1, app)
         manager.save(2, app)
     return [record.getMessage() for record in caplog.records]
@@ -275,21 +275,38 @@ class Filled:
     def load_state_dict(self, state): ...
 
 
+@pytest.mark.parametrize("stage", [None, "now"])
 @pytest.mark.parametrize("kind", ["deque", "dict"])
-def test_a_queue_that_a_thread_fills_fails_no_save(tmp_path, kind):
+def test_a_queue_that_a_thread_fills_fails_no_save(tmp_path, caplog, kind, stage):
     model, filled = torch.nn.Linear(2, 2), Filled(kind)
     optimizer = keyed(model)
     LambdaLR(optimizer, float)
-    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer, "queue": filled}, durable=False)
-    assert len(filled.entries) > 1
+    (line,) = told(tmp_path, caplog, {"model": model, "optimizer": optimizer, "queue": filled}, stage)
+    assert line.startswith("a schedule sets the rates") and len(filled.entries) > 1
+
+
+class Unknown:
+    """Another thing that cannot be asked of which class it is."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("gone")
+
+
+def test_what_a_look_stumbles_over_fails_no_save(tmp_path):
+    model, other = torch.nn.Linear(2, 2), Filled("dict")
+    optimizer, other.entries = keyed(model), Unknown()
+    LambdaLR(optimizer, float)
+    assert checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer, "other": other}, durable=False)
 
 
 @pytest.mark.parametrize("hold", [lambda proxy: proxy, lambda proxy: [proxy]], ids=["attribute", "in a list"])
 @pytest.mark.parametrize("holder", ["object", "optimizer"])
-def test_a_weak_proxy_of_what_is_gone_fails_no_save(tmp_path, caplog, hold, holder):
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_a_weak_proxy_of_what_is_gone_fails_no_save(tmp_path, caplog, hold, holder, stage):
     model = torch.nn.Linear(2, 2)
     app = {"model": model, "optimizer": torch.optim.SGD(model.parameters()), "object": Filled("dict")}
     LambdaLR(app["optimizer"], float)
     app[holder].owner = hold(weakref.proxy(torch.nn.Linear(2, 2)))
-    (line,) = told(tmp_path, caplog, app)
+    (line,) = told(tmp_path, caplog, app, stage)
     assert line.startswith("a schedule sets the rates of optimizer, and none is in the app")
