@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import hypothesis
@@ -43,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("exhaustive")
     else:
         leave_unflushed()
+    if version("torch").split(".")[:2] in (["2", "11"], ["2", "12"]):  # which warn also where a call has said so
+        config.addinivalue_line("filterwarnings", "ignore:Sparse invariant checks are implicitly disabled:UserWarning")
     if (server := getattr(config, "workerinput", {}).get("fork_server")) is not None:
         fork_server.share(server)
 

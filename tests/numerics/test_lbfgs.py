@@ -395,7 +395,7 @@ def test_the_first_step_takes_no_memory_for_a_history():
     weight = torch.nn.Parameter(torch.ones(100_000))
     optimizer = shardopt.keyed("lbfgs", {"w": weight}, max_iter=2)
     weight.grad = torch.ones(100_000)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:  # torch 2.11 warns without
         optimizer.step(lambda: weight.square().sum().detach())
     allocated = sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 0)
     assert allocated <= 40 * weight.nbytes
