@@ -80,6 +80,7 @@ module.__dict__.update(
     is_available=lambda: True,
     is_initialized=lambda: True,
     _is_in_bad_fork=lambda: False,
+    _lazy_init=lambda: None,  # torch 2.11 takes a device without it for never used, and never waits for it
     device_count=lambda: 2,
     current_device=C.current_device,
     set_device=lambda which: C.set_device(which if isinstance(which, int) else torch.device(which).index),

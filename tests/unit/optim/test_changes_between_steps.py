@@ -1,6 +1,7 @@
 """Steps with changes in any order between them, drawn at random: ours and torch's continue alike, bit for bit."""
 
 import copy
+import functools
 import random
 
 import numpy as np
@@ -20,11 +21,24 @@ OPTIONS = [
 ]
 
 
+@functools.cache
+def algorithms():
+    """Those of torch that make state again. Adagrad of torch 2.11 makes it when it is constructed alone."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad, adagrad = torch.ones(1), torch.optim.Adagrad([weight])
+    adagrad.state.clear()
+    try:
+        adagrad.step()
+    except KeyError:
+        return ["Adam" if each == "Adagrad" else each for each in ALGORITHMS]
+    return ALGORITHMS
+
+
 class Changes(Twins):
     """Each method changes both optimizers, or what they step on, in one way."""
 
     def __init__(self, mesh, draw):
-        options = {"momentum": draw.choice([0.0, 0.9])} if (algorithm := draw.choice(ALGORITHMS)) == "SGD" else {}
+        options = {"momentum": draw.choice([0.0, 0.9])} if (algorithm := draw.choice(algorithms())) == "SGD" else {}
         super().__init__(mesh, algorithm, foreach=draw.choice([True, False]), **options)
         self.draw = draw
 
