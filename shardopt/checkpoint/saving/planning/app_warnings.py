@@ -25,6 +25,7 @@ from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of
 from shardopt.checkpoint.saving.planning.frozen import Layers, LayersInEval, Otherwise, frozen_otherwise
 from shardopt.checkpoint.saving.planning.in_loop import LoopWarnings
+from shardopt.checkpoint.saving.planning.mid_step import MidStep
 from shardopt.checkpoint.saving.planning.unheld import (
     Found,
     may_hold_others,
@@ -84,6 +85,7 @@ class AppWarnings:
         self._frozen: list[Otherwise] = []  # to be told of at the next step, or save
         self._in_eval = LayersInEval()
         self._in_loop = LoopWarnings()
+        self._mid_step = MidStep()
 
     def of_passed(self, app: Mapping[str, Any]) -> None:
         """Looks at the app at some calls of `save` that save nothing."""
@@ -117,6 +119,7 @@ class AppWarnings:
             if is_due and check.warns(found, step):
                 self._told.add(check)
         self._compare_rates(found, warns=True)
+        self._mid_step.look(optimizers_in(found))
         return self._in_eval.look(found, is_saved=True) or None
 
     @harmless()
