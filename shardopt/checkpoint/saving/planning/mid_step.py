@@ -61,21 +61,24 @@ class MidStep:
         optimizer, gradient, version = self._last
         own = optimizer()
         found = None if own is None else next(_gradients(own), None)
-        if own is None or found is None or (found is gradient() and found._version == version):
+        if own is None or found is None or (found is gradient() and _version_of(found) == version):
             return None
         # Zeros are left by zero_grad; what is not finite by a step that a GradScaler has left out.
-        is_late = found.any() and all(each.isfinite().all() for each in _gradients(own))
-        return own if is_late else None
+        here = [local for each in _gradients(own) for local in local_tensors(each)]
+        return own if here[0].any() and all(each.isfinite().all() for each in here) else None
 
     def _after_step(self, optimizer: Optimizer, *unused: Any) -> None:
         with suppress(Exception):  # a line of rank 0 alone is no reason to end a training
             found = next(_gradients(optimizer), None)
-            self._last = _NONE if found is None else (ref(optimizer), ref(found), found._version)
+            self._last = _NONE if found is None else (ref(optimizer), ref(found), _version_of(found))
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yields the local gradients of the first parameters of an optimizer that have any."""
-    params = (each for group in optimizer.param_groups for each in group["params"])
-    for each in islice((each for each in params if each.requires_grad), _MOST_LOOKED_AT):
-        if each.grad is not None:
-            yield from local_tensors(each.grad)
+    """Yields the gradients of the first parameters of an optimizer that have any."""
+    params = (each for group in optimizer.param_groups for each in group["params"] if each.requires_grad)
+    return (each.grad for each in islice(params, _MOST_LOOKED_AT) if each.grad is not None)
+
+
+def _version_of(gradient: Tensor) -> int:
+    """Returns a number that rises with each addition: to a DTensor, or by `fully_shard` to its local tensor."""
+    return gradient._version + sum(local._version for local in local_tensors(gradient))

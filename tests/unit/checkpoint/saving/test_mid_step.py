@@ -124,17 +124,21 @@ def test_gradients_that_another_network_has_left_are_not_told_of(tmp_path, caplo
     assert not told(caplog)
 
 
-def test_gradients_on_shards(tmp_path, caplog):
+def add_to_local(gradient):
+    gradient._local_tensor.add_(1)
+
+
+@pytest.mark.parametrize("add", [lambda gradient: gradient.add_(1), add_to_local], ids=["autograd", "fully_shard"])
+def test_gradients_that_are_added_to_shards(caplog, add):
     with fake_rank(0, 2):
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None))
-        app = {"weight": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
-        looking, optimizers = MidStep(), {"optimizer": app["optimizer"]}
+        looking, optimizers = MidStep(), {"optimizer": torch.optim.SGD([weight], lr=0.1)}
         weight.grad = torch.ones_like(weight)
         looking.look(optimizers)
-        app["optimizer"].step()
+        optimizers["optimizer"].step()
         looking.look(optimizers)
         assert not told(caplog)
-        weight.grad += 1  # in place, as `fully_shard` adds
+        add(weight.grad)
         looking.look(optimizers)
         assert len(told(caplog)) == 1
