@@ -17,6 +17,9 @@ from typing import Any
 _OURS = __name__.partition(".")[0]
 _PASSED = ("contextlib", "functools", "threading")  # modules whose functions stand between ours
 
+_USES_OF_DICT = frozenset(["locals", "vars", "dir", "exec", "eval", "f_locals", "currentframe", "_getframe"])
+_OF_FRAME_AND_HERE = 3  # references: of the frame, the variable and the argument
+
 
 def instances_of(kind: type) -> list[Any]:
     """Returns the instances of a class, and of classes derived from it.
@@ -75,10 +78,19 @@ def variables_of_callers() -> dict[str, Any]:
 
 
 def _locals_of(frame: FrameType) -> dict[str, Any]:
+    """Returns the variables of a function, or of code that runs in a namespace of its own; else none.
+
+    Before Python 3.13 a function has one dict of them, which each look fills anew. So none is taken of functions that
+    may use this dict, as by `locals()`; and it is emptied, as it would keep what the function deletes.
+    """
+    code, is_function = frame.f_code, frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_function and (sys.gettrace() is not None or not _USES_OF_DICT.isdisjoint(code.co_names)):
+        return {}
     values = frame.f_locals
-    local = {} if values is frame.f_globals else dict(values)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict:
-        # Before Python 3.13 the frame keeps this copy of a function's variables, and so what the function deletes.
+    if values is frame.f_globals:
+        return {}
+    local = dict(values)
+    if is_function and type(values) is dict and sys.getrefcount(values) == _OF_FRAME_AND_HERE:
         values.clear()
     return local
 

@@ -232,3 +232,31 @@ def test_a_save_before_the_first_step_does_not_count(tmp_path, caplog):
             manager.save(step, {"model": model, "optimizer": optimizer})
             assert (LINE in caplog.text) is (step == 1)
             scaler.scale(torch.ones(()))
+
+
+def test_what_locals_gave_to_a_program_stays_as_it_was(tmp_path):
+    model, optimizer = made()
+    app, steps = {"model": model, "optimizer": optimizer}, 2
+    options = locals()
+    before = dict(options)
+    own = Schedule(optimizer)
+    with checkpoint.Manager(tmp_path) as manager:
+        for step in range(1, steps):
+            manager.save(step, app)
+    assert own.optimizer is optimizer and options == before
+
+
+def test_a_program_within_a_function_keeps_its_variables_and_is_looked_at(tmp_path, caplog):
+    model, optimizer = made()
+    app = {"model": model, "optimizer": optimizer}
+    text = """
+from shardopt import checkpoint
+step, own = 0, Schedule(app["optimizer"])
+with checkpoint.Manager(tmp_path) as manager:
+    while step < 3:
+        step += 1
+        manager.save(step, app)
+assert own.optimizer is app["optimizer"]
+"""
+    exec(text)
+    assert app["model"] is model and caplog.text.count("own (Schedule) in the loop that saves has a state") == 1
