@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -22,12 +23,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, places_of
-from shardopt.checkpoint.saving.planning.unheld import Found, may_hold_others, optimizers_in, parts_of, tensors_of
+from shardopt.checkpoint.saving.planning.unheld import Found, may_hold_others, optimizers_in, tensors_of
 from shardopt.runtime.live_objects import variables_of_callers
 from shardopt.sharding.view import local_tensors
+from shardopt.state.containers import attributes_of, entries_of
 
 _MARKS = {GradScaler: "_growth_tracker", ReduceLROnPlateau: "num_bad_epochs"}  # names in the state of each
 _OURS = __name__.partition(".")[0]
+_MOST_ENTRIES = 64  # of a container that are looked at: it may have millions of data
 _SAMPLED_TENSORS, _SAMPLED_ELEMENTS = 8, 8  # of each module
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -70,7 +73,7 @@ def _tell(names: list[str], have: str, has: str) -> None:
 def _forgotten_in(variables: Mapping[str, Any], found: Found) -> list[str]:
     """Returns the names of objects with a state that is not in an app."""
     of_app = [each for _, each in found]
-    there = {id(part) for each in of_app for part in (each, *parts_of(each))}
+    there = {id(part) for each in of_app for part in (each, *_parts_of(each))}
     kept = {str(part) for path, _ in found for part in path}
     keys = {str(part).lower() for path, _ in found for part in path[:-1]}  # of dicts, as a state_dict is one
     optimizers = optimizers_in(found).values()
@@ -105,10 +108,16 @@ def _has_state(value: Any) -> bool:
 def _is_around(value: Any, of_app: list[Any]) -> bool:
     """Whether an object only passes on what is in the app: a loader its sampler, or a job's state its model."""
     ids = {id(each) for each in of_app}
-    parts = parts_of(value)
+    parts = _parts_of(value)
     own = [part for part in parts if id(part) in ids]
     has_model = any(isinstance(part, Module) for part in own)  # and no averages of it
     return any(map(_has_state, own)) or (has_model and not any(isinstance(part, Tensor) for part in parts))
+
+
+def _parts_of(value: Any) -> list[Any]:
+    """Returns the attributes of an object, and the first entries of it and of these where they are containers."""
+    own = [*(attributes_of(value) or ())]
+    return [*own, *(part for each in (value, *own) for part in islice(entries_of(each) or (), _MOST_ENTRIES))]
 
 
 def _modules_beside(variables: Mapping[str, Any], found: Found) -> Iterator[tuple[str, Module]]:

@@ -6,11 +6,11 @@ at the last save is noted for that, as a `state_dict` may communicate, and so is
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 from weakref import WeakSet, finalize, ref
@@ -21,12 +21,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of, names_of, places_of
-from shardopt.runtime.live_objects import variables_of_callers
+from shardopt.runtime.live_objects import instances_of
 from shardopt.runtime.torch_gradients import named_shards_of
-from shardopt.state.containers import attributes_of, entries_of
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
 from shardopt.state.state import FlatState, PerRank, RestoreTarget, is_stateful
-from shardopt.state.trainer_optimizers import is_constructed
 
 # Modules of classes whose objects restore no parameters, besides torch's Module. Any other object may.
 _RESTORE_NONE = (
@@ -38,7 +36,6 @@ _in_apps: WeakSet[Optimizer] = WeakSet()
 """The optimizers in the apps of all runs of this process."""
 
 _MANY = 1 << 12  # the most that is counted of a state
-_MOST_ENTRIES = 64  # of a container that are looked at: a list of optimizers is short, and one of data is not
 
 Found = list[tuple[Path, Any]]
 """What is in an app, by path: `objects_in`."""
@@ -123,9 +120,9 @@ def warn_of_unheld(found: Found, but: Collection[str] = frozenset()) -> set[str]
 def warn_of_forgotten(found: Found) -> None:
     """Logs a warning of an optimizer with state that an app lacks, and that steps parameters of its modules. Local.
 
-    It is looked for in the variables of the functions that have called, where those of the app leave some that are
-    trained. An app with an object that may hold one (`_room_in`), or with what a `state_dict` of one has, is not told
-    of.
+    It is looked for only where those of the app leave some that are trained, as a search of all objects takes long; not
+    among those that `gc.freeze` keeps out of collections, as what is alive would be frozen with them after it. An app
+    with an object that may hold one (`_room_in`), or with what a `state_dict` of one has, is not told of.
     """
     own = _with_inner(optimizers_in(found).values())
     _in_apps.update(own)
@@ -139,33 +136,29 @@ def warn_of_forgotten(found: Found) -> None:
     if not any(named[id][0].numel() > room for id in left):
         return
 
-    variables = variables_of_callers().values()
-    known = {id(each): each for value in variables for each in (value, *parts_of(value)) if _is_optimizer(each)}
-    others = {id(own): each for each in known.values() if each not in _in_apps for own in _with_state(each)}
-    others = {id: each for id, each in others.items() if id in left}
-    _in_apps.update(others.values())  # once
-    lacking = [id for id in left if id in others]
+    def others() -> dict[int, Optimizer]:
+        """Returns optimizers by the ids of what they have state of: where one has only looked for some, it is empty."""
+        known = (each for each in instances_of(Optimizer) if each not in _in_apps and STATE in vars(each))
+        return {
+            id(own): each
+            for each in known
+            for own, state in each.state.items()
+            if id(own) in left and not (isinstance(state, dict) and not state)
+        }
+
+    found_others = others()
+    if found_others:
+        found_others.clear()
+        gc.collect()  # those that nobody has any more, but for a schedule of theirs
+        found_others = others()
+    _in_apps.update(found_others.values())  # once
+    lacking = [id for id in left if id in found_others]
     if any(named[id][0].numel() > room for id in lacking):
         _log.warning(
             "an optimizer that is not in the app steps %d parameters of it, such as %s: a resumed run would begin its "
             "state anew. Add it under a key of its own [optimizer-state]",
             *(len(lacking), join(left[lacking[0]])),
         )
-
-
-def _is_optimizer(value: Any) -> bool:
-    return issubclass(type(value), Optimizer) and is_constructed(value)
-
-
-def _with_state(optimizer: Optimizer) -> list[Any]:
-    """Returns what an optimizer has state of: where one has only looked for some, it is empty."""
-    return [own for own, state in optimizer.state.items() if not (isinstance(state, dict) and not state)]
-
-
-def parts_of(value: Any) -> list[Any]:
-    """Returns the attributes of an object, and the first entries of it and of these where they are containers."""
-    own = [*(attributes_of(value) or ())]
-    return [*own, *(part for each in (value, *own) for part in islice(entries_of(each) or (), _MOST_ENTRIES))]
 
 
 def _with_inner(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
