@@ -56,7 +56,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 @contextmanager
-def harmless() -> Iterator[None]:
+def _harmless() -> Iterator[None]:
     """Logs an error instead of raising it: a look that stumbles over an object of the program's ends no training."""
     try:
         yield
@@ -90,10 +90,10 @@ class AppWarnings:
     def of_passed(self, app: Mapping[str, Any]) -> None:
         """Looks at the app at some calls of `save` that save nothing."""
         if self._in_eval.looks:  # on no rank but 0
-            with harmless():
+            with _harmless():
                 self._in_eval.look(objects_in({**app}), is_saved=False)
 
-    @harmless()
+    @_harmless()
     def of_saved(self, step: int, app: Any) -> dict[str, Layers] | None:
         """Warns once if the app has another step than the saved one, as in a loop that counts differently.
 
@@ -123,7 +123,7 @@ class AppWarnings:
             self._mid_step.look(optimizers_in(found))
         return self._in_eval.look(found, is_saved=True) or None
 
-    @harmless()
+    @_harmless()
     def of_stored(self, step: int, app: Mapping[str, Any]) -> None:
         """Warns of what is not held, once a save has asked the objects of the app for their states.
 
@@ -199,7 +199,7 @@ class AppWarnings:
                     key,
                 )
 
-    @harmless()
+    @_harmless()
     def of_restored(self, step: int | None, app: Mapping[str, Any], report: LoadReport | None, is_whole: bool) -> None:
         """Warns if the app was restored with another step than the checkpoint has, as after its directory was renamed.
 

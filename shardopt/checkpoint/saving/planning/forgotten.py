@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardopt.checkpoint.saving.planning.app_tensors import children_of
-from shardopt.checkpoint.saving.planning.app_warnings import harmless, note_rates
+from shardopt.checkpoint.saving.planning.app_warnings import note_rates
 from shardopt.checkpoint.saving.planning.unheld import note_states
 from shardopt.data.loops import samplers_in_loops
 from shardopt.data.sampler import ResumableSampler
@@ -49,36 +49,39 @@ _seen_metrics: WeakValueDictionary[int, Module] = WeakValueDictionary()  # by id
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-@harmless()
 def tell_of_what_is_lost(flat: FlatState, members: Sequence[int] | None) -> None:
     """Logs warnings of what a resume would miss, or could not load; once for each object that is saved.
 
     Args:
         members: the numbers in the job of the ranks that save, of which the first one logs; None for all.
     """
-    saved, lines = [each for each in flat.targets if each.path not in flat.unselected], list[str]()
-    optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
-    new = [(each, each.object) for each in saved if isinstance(each.object, Optimizer) and each.object not in _seen]
-    if scheduled := {join(each.path): own for each, own in new if any(map(is_scheduled, layers_of(each.outer)))}:
-        lines += _forgotten_schedules(scheduled, flat)
-    others = [each for each in saved if not isinstance(each.object, PartialStateful)]
-    if others := [each for each in others if isinstance(each.object, Optimizer)]:
-        lines += [
-            *_states_without_group(others, flat),
-            *_inner_optimizers(others, flat),
-            *_unsaved_attributes(others, flat),
-        ]
-        note_rates(others)
-    if beside := [each for each in saved if not isinstance(each.object, Module | Optimizer)]:
-        note_states(beside, flat)
-    if not_seen := [each for _, each in optimizers if each not in _reduced]:
-        lines += _forgotten_hooks(not_seen, flat)
-    if are_noted():
-        lines += _forgotten_companions(optimizers, flat)
-    if optimizers and (samplers := [each for each in samplers_in_loops() if each not in _told_of]):
-        lines += _forgotten_positions(samplers, flat)
-    if empty := [each for each in saved if not each.state]:
-        lines += _unsaved_metrics(empty)
+    lines = list[str]()
+    try:
+        saved = [each for each in flat.targets if each.path not in flat.unselected]
+        optimizers = [(each.path, each.object) for each in saved if isinstance(each.object, Optimizer)]
+        new = [(each, each.object) for each in saved if isinstance(each.object, Optimizer) and each.object not in _seen]
+        if scheduled := {join(each.path): own for each, own in new if any(map(is_scheduled, layers_of(each.outer)))}:
+            lines += _forgotten_schedules(scheduled, flat)
+        others = [each for each in saved if not isinstance(each.object, PartialStateful)]
+        if others := [each for each in others if isinstance(each.object, Optimizer)]:
+            lines += [
+                *_states_without_group(others, flat),
+                *_inner_optimizers(others, flat),
+                *_unsaved_attributes(others, flat),
+            ]
+            note_rates(others)
+        if beside := [each for each in saved if not isinstance(each.object, Module | Optimizer)]:
+            note_states(beside, flat)
+        if not_seen := [each for _, each in optimizers if each not in _reduced]:
+            lines += _forgotten_hooks(not_seen, flat)
+        if are_noted():
+            lines += _forgotten_companions(optimizers, flat)
+        if optimizers and (samplers := [each for each in samplers_in_loops() if each not in _told_of]):
+            lines += _forgotten_positions(samplers, flat)
+        if empty := [each for each in saved if not each.state]:
+            lines += _unsaved_metrics(empty)
+    except Exception as error:  # of an object of the program's: no reason to fail a save
+        _log.debug("the app was not looked at for what a resume would lack: %r", error)
     if lines and (not dist.is_initialized() or dist.get_rank() == (0 if members is None else members[0])):
         for line in lines:
             _log.warning("%s", line)
