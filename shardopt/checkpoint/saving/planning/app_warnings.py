@@ -137,8 +137,8 @@ class AppWarnings:
             self._in_loop.of_saved(found)
         if is_first:
             warn_of_forgotten(found)
-        if not (self._began or self._told_of_hidden):  # a restore had a place for all that there is
-            self._told_of_hidden = warn_of_hidden_optimizers(found)
+            if not (self._began or self._told_of_hidden):  # a restore had a place for all that there is
+                self._told_of_hidden = warn_of_hidden_optimizers(found)
 
     def _end_frozen(self) -> None:
         for each in self._frozen:
