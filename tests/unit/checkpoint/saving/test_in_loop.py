@@ -234,7 +234,6 @@ def loop_that_deletes(tmp_path, app):
         manager.save(1, app)
         own.steps, layer.bias = 1, None  # no variable is lost by the look
         del own, layer
-        manager.save(2, app)
         return [each() for each in refs]
 
 
