@@ -72,7 +72,7 @@ def holds_tensors(node: Any) -> bool:
     if isinstance(node, (Tensor, PerRank, np.ndarray)):
         return True
     if isinstance(node, MAPPINGS):
-        return any(map(holds_tensors, node.values()))
+        return any(map(holds_tensors, node.values())) or is_stateful(node)
     if isinstance(node, list | tuple):
         return any(map(holds_tensors, node))
     return is_stateful(node)

@@ -45,7 +45,6 @@ from shardopt.state.param_groups import (
 )
 from shardopt.state.paths import PARAM_GROUPS, STATE, Index, Path, join
 from shardopt.state.state import (
-    Around,
     FlatState,
     Leaf,
     PerRank,
@@ -58,7 +57,7 @@ from shardopt.state.state import (
     takes_any_part,
     takes_any_state,
 )
-from shardopt.state.trainer_optimizers import optimizer_within, state_of, unwrapped
+from shardopt.state.trainer_optimizers import StateWithin, state_of, state_with_optimizers, unwrapped
 from shardopt.state.values import OnAnyRank, canonical, encode_value
 from shardopt.state.versions import noted_at
 
@@ -153,8 +152,8 @@ def _set_in_tuple(
 
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
-    target = _asked(node, plain_module, path, flat)
-    node, path, state = target.object, target.path, target.state
+    target = _asked(node, plain_module, path)
+    node, state = target.object, target.state
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
@@ -165,6 +164,8 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     numbered = None
     if isinstance(node, Optimizer) and not are_named(state.get(PARAM_GROUPS)):
         numbered = _numbered(node, state, flat.names)
+        if numbered is None and isinstance(state, StateWithin):
+            numbered = _numbered(node, state, state.names)
         state = state if numbered is None else numbered.named(state)
     target.state, target.plain_names, target.numbered = shallow(state, set()), plain, numbered
     flat.noted += noted_at(path, target.state, node)
@@ -195,26 +196,19 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     flat.targets.append(target)  # after those within: an object gets its state back whole
 
 
-def _asked(node: Stateful, plain_module: bool, path: Path, flat: FlatState) -> RestoreTarget:
-    """Asks an object for its state: of an optimizer, or what is around one, it is the optimizer's."""
+def _asked(node: Stateful, plain_module: bool, path: Path) -> RestoreTarget:
+    """Asks an object for its state."""
     if isinstance(node, Optimizer):
         inner = unwrapped(node, path)
         state, taker = state_of(node, inner, path)
         return RestoreTarget(path, inner, taker, node, state)
-    # With keep_vars a module gives its very parameters, which its load_state_dict then copies onto themselves for free.
-    own: Any = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg]  # a Module's
-    within = None if plain_module else optimizer_within(node, own)
-    if within is None:
-        return RestoreTarget(path, node, node, node, own)
-    outer, inner, part = within
-    if part is None:
-        return RestoreTarget(path, inner, node, outer, own)
-    around = Around(part, shallow(own, set()))
-    _check_mapping(around.state, path, flat)
-    for other, child in around.state.items():
-        if other != part:
-            _descend(child, (*path, other), partial(setitem, around.state, other), True, flat)
-    return RestoreTarget((*path, part), inner, node, outer, own[part], around=around)
+    if plain_module:
+        # With keep_vars a module gives its very parameters, which its load_state_dict copies onto themselves for free.
+        return RestoreTarget(path, node, node, node, node.state_dict(keep_vars=True))  # type: ignore[call-arg]
+    own = state_with_optimizers(node, path)
+    if isinstance(own, StateWithin):
+        return RestoreTarget(path, unwrapped(own.optimizer, path), node, own.optimizer, own)
+    return RestoreTarget(path, node, node, node, own)
 
 
 def _add_plain(

@@ -112,8 +112,8 @@ def takes_any_part(optimizer: Stateful, part: Any, state: Any) -> bool:
 
 
 def has_optimizer(state: Any) -> bool:
-    """Whether it is the state of an optimizer, or has one within."""
-    if isinstance(state, Mapping):
+    """Whether it is the state of an optimizer that is not known, or has one within."""
+    if isinstance(state, Mapping) and not is_stateful(state):
         return (PARAM_GROUPS in state and STATE in state) or any(map(has_optimizer, state.values()))
     return isinstance(state, list | tuple) and any(map(has_optimizer, state))
 
@@ -156,21 +156,13 @@ class Leaf:
         return self.names_here or (self.path,)
 
 
-@dataclass(frozen=True, slots=True)
-class Around:
-    """The state of an object around an optimizer: that of the optimizer is under `part`."""
-
-    part: str | int
-    state: dict[str | int, Any]
-
-
 @dataclass(slots=True)
 class RestoreTarget:
     """An object of `app`, and the state that it gave; a load fills that, and passes it to `load_state_dict`.
 
-    `taker` takes it: the object, or a wrapper of an optimizer whose own state says more than the optimizer's. The app
-    has `outer`: the object, or the outermost wrapper of an optimizer. `around` is there if the taker is no optimizer:
-    then it may have the state of one as a part of its own.
+    `taker` takes it: the object, a wrapper of an optimizer whose own state says more than the optimizer's, or the place
+    of the optimizer's in the state of an object around it. The app, or that object, has `outer`: the object, or the
+    outermost wrapper of an optimizer.
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
@@ -191,7 +183,6 @@ class RestoreTarget:
     numbered: Numbered | None = None
     unnamed: Problem | None = None
     in_doubt: bool = False
-    around: Around | None = None
 
     @property
     def held_names(self) -> Callable[[], Collection[str]] | None:
@@ -240,7 +231,7 @@ class RestoreTarget:
             else:
                 elsewhere = groups_elsewhere(self.elsewhere) if self.elsewhere else []
                 own[PARAM_GROUPS] = with_options(self.groups, self.options) + elsewhere
-        return own if self.around is None else {**self.around.state, self.around.part: own}
+        return own
 
 
 @dataclass(slots=True)

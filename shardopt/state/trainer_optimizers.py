@@ -1,22 +1,34 @@
-"""Optimizers that trainers of other libraries have wrapped in classes of their own."""
+"""Optimizers that other libraries have wrapped in classes of their own, or that are within a program's own objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, cast
+from weakref import ProxyTypes
 
 import torch
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.state.containers import attributes_of
+from shardopt.state.containers import attributes_of, entries_of
+from shardopt.state.names import ParameterNames
 from shardopt.state.paths import PARAM_GROUPS, STATE, Path, join
-from shardopt.state.state import CheckedStateful, Stateful, has_optimizer
+from shardopt.state.state import CheckedStateful, Stateful, like
 
 SHARDOPTS_WARM_UP = "shardopt's WarmupOptimizer (docs/integrations/torchrec.md shows it around fused tables)"
 
+_FEW = 64
+"""Of as many entries a container shows whether it has optimizers; one with data may have millions."""
+_FEW_WITHIN = 16
+"""Of as many a container within another one shows it."""
+_DEPTH = 3
+"""So many containers and objects may be around an optimizer, each within the next."""
+
+_NO_PARTS: tuple[type, ...] = (Optimizer, *ProxyTypes)
 _OF_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
@@ -88,39 +100,131 @@ def layers_of(node: Any, path: Path = ()) -> Iterator[Any]:
         yield node
 
 
-def optimizer_within(node: Any, state: Any) -> tuple[Optimizer, Stateful, str | int | None] | None:
-    """Returns the optimizer in an object that is none, if the object's state has that of this one optimizer.
-
-    So an optimizer within schedulefree's wrapper, or an engine, gets names for its parameters, and state to load into.
+class StateWithin(dict[str, Any]):
+    """The state of an optimizer in the state of an object around it: an object of its own, which a load fills.
 
     Args:
-        state: of the object; anything, if it is no dict.
-
-    Returns:
-        The optimizer, maybe in a trainer's class; that without the class; and under which key the object's state has
-        that of the optimizer, or None if it is the optimizer's, maybe with more beside it. None if the object is
-        another.
+        state: as the optimizer gave it, maybe with more beside it.
+        optimizer: maybe in a trainer's class.
+        names: of parameters in the object.
     """
-    found = _inner_of(node) if attributes_of(node) is not None else []
-    if len(found) != 1 or isinstance(node, CheckedStateful) or not isinstance(state, dict) or not has_optimizer(state):
-        return None
-    inner = unwrapped(found[0])
-    own = inner.state_dict()
-    if _is_that_of(own, state):
-        return None if state.keys() != own.keys() and isinstance(inner, CheckedStateful) else (found[0], inner, None)
-    parts = [part for part, each in state.items() if _is_that_of(own, each)]
-    return (found[0], inner, parts[0]) if len(parts) == 1 else None
+
+    __slots__ = ("names", "optimizer")
+
+    def __init__(self, state: Mapping[str, Any], optimizer: Optimizer, names: ParameterNames) -> None:
+        super().__init__(state)
+        self.optimizer, self.names = optimizer, names
+
+    def __copy__(self) -> StateWithin:
+        return StateWithin(self, self.optimizer, self.names)
+
+    def __reduce__(self) -> Any:  # the object around it may copy or pickle what it gets, which is no copy of parameters
+        return dict, (dict(self),)
+
+    def state_dict(self) -> StateWithin:
+        return self
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = dict(state)
+        self.clear()
+        self.update(state)
 
 
-def _is_that_of(own: Mapping[str, Any], state: Any) -> bool:
-    """Whether it is an optimizer's own state or a copy, by the names in it; there may be more beside that."""
-    return (
-        isinstance(state, dict)
-        and own.keys() <= state.keys()
-        and all(isinstance(each.get(STATE), dict) for each in (own, state))
-        and own[STATE].keys() == state[STATE].keys()
-        and _names_in(own) == _names_in(state)
-    )
+def state_with_optimizers(node: Stateful, path: Path = ()) -> Any:
+    """Returns the state of an object, with a `StateWithin` in place of each state that an optimizer in it has given.
+
+    So optimizers within trainers, engines and schedulefree's wrapper get names for their parameters, and state to load
+    into. Their states are found by what they give while the object is asked. Copies of alike ones are taken in the
+    order in which they were asked for: before the first step, as in a new process, nothing else tells which is which.
+
+    Raises:
+        StateError: there are copies in another order.
+    """
+    within = [] if isinstance(node, CheckedStateful | StateWithin) else optimizers_within(node)
+    left: dict[int, tuple[Optimizer, Any]] = {}
+    with ExitStack() as after:
+        for each in within:
+            _note_given(each, left, after)
+        state = node.state_dict()
+    if not left:
+        return state
+    same, names = set[int](), ParameterNames(_parts_of(node))
+
+    def of_same(part: dict[str, Any]) -> StateWithin | None:
+        pair = left.get(id(part[STATE]))
+        same.add(id(part[STATE]))
+        return StateWithin(part, pair[0], names) if pair is not None and _has_all(*pair, part) else None
+
+    def of_copied(part: dict[str, Any]) -> StateWithin | None:
+        others = [key for key, pair in left.items() if key not in same and _has_all(*pair, part)]
+        alike = [key for key in others if _form_of({**part, **left[key][1], STATE: 0}) == _form_of({**part, STATE: 0})]
+        found = next((key for key in alike if _form_of(left[key][1][STATE]) == _form_of(part[STATE])), None)
+        if found is None:
+            return None
+        if found != alike[0]:
+            actual = f"copies of the states of {len(alike)} optimizers, in another order than it asks for them"
+            remedy = "return what their state_dict() gives, without a copy"
+            problem = Problem(join(path) or "app", actual, "the states themselves", remedy)
+            raise StateError("which optimizer has which state is not known", [problem])
+        return StateWithin(part, left.pop(found)[0], names)
+
+    return _with_places(_with_places(state, of_same), of_copied)
+
+
+def _parts_of(node: Any, depth: int = 1) -> dict[str, Any]:
+    """Returns the attributes of an object by name, and those of objects that are attributes; no containers of many."""
+    parts = {name: own for name, own in [*vars(node).items()] if not issubclass(type(own), _NO_PARTS)}
+    few = {name: value for name, value in parts.items() if len([*islice(entries_of(value) or (), _FEW)]) < _FEW}
+    inner = {name: attributes_of(value) is not None and depth > 0 for name, value in few.items()}
+    return {name: _parts_of(value, depth - 1) if inner[name] else value for name, value in few.items()}
+
+
+def _note_given(optimizer: Optimizer, given: dict[int, tuple[Optimizer, Any]], after: ExitStack) -> None:
+    """Notes what an optimizer gives as its state, until `after` ends."""
+    attributes, give = vars(optimizer), optimizer.state_dict
+    before = {name: each for name, each in attributes.items() if name == "state_dict"}
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        own: Any = give(*arguments, **options)
+        if isinstance(own, dict) and isinstance(own.get(STATE), dict):
+            given[id(own[STATE])] = optimizer, own  # a wrapper's after that of what it wraps, which may be the same
+        return own
+
+    attributes["state_dict"] = noting
+    after.callback(attributes.update, before)
+    after.callback(attributes.pop, "state_dict", None)
+
+
+def _with_places(state: Any, place: Callable[[dict[str, Any]], StateWithin | None]) -> Any:
+    """Returns a state, with copies of the containers that have got a `StateWithin`."""
+    if not isinstance(state, dict | list | tuple) or isinstance(state, StateWithin):
+        return state
+    if isinstance(state, dict) and isinstance(state.get(STATE), dict) and (own := place(state)) is not None:
+        return own
+    parts = state.items() if isinstance(state, dict) else enumerate(state)
+    changed = {part: new for part, child in parts if (new := _with_places(child, place)) is not child}
+    if not changed:
+        return state
+    if isinstance(state, tuple):
+        return like(state, [changed.get(i, child) for i, child in enumerate(state)])
+    copied: Any = copy.copy(state)
+    for part, child in changed.items():
+        copied[part] = child
+    return copied
+
+
+def _has_all(optimizer: Optimizer, own: Mapping[str, Any], state: Mapping[str, Any]) -> bool:
+    """Whether a state has all parts of an optimizer's own; keyed ones, which check it, take no others."""
+    return own.keys() == state.keys() if isinstance(optimizer, CheckedStateful) else own.keys() <= state.keys()
+
+
+def _form_of(state: Any) -> Any:
+    """Returns a state with shapes in place of tensors, by which a copy is known."""
+    if isinstance(state, Mapping):
+        return {part: _form_of(child) for part, child in state.items()}
+    if isinstance(state, list | tuple):
+        return [*map(_form_of, state)]
+    return state if isinstance(state, str | int | float) else getattr(state, "shape", type(state))
 
 
 def _inner_of(wrapper: Any) -> list[Optimizer]:
@@ -196,3 +300,31 @@ def _hooks_of_optimizers() -> frozenset[str]:
     """Returns the names of the attributes in which torch's optimizers keep their hooks."""
     some = torch.optim.SGD([torch.empty(0, device="cpu")])
     return frozenset(name for name in vars(some) if name.endswith("hooks"))
+
+
+def optimizers_within(node: Any) -> list[Optimizer]:
+    """Returns the optimizers that an object has as attributes, or in containers and objects that are, then theirs."""
+    found, seen = [node], {id(node)}
+    for each in found if hasattr(node, "__dict__") else ():  # it grows
+        for inner in chain.from_iterable(_optimizers_in(value, _DEPTH) for value in [*vars(each).values()]):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                found.append(inner)
+    return found[1:]
+
+
+def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
+    """Returns an optimizer itself, or those in a container or an object of the program's."""
+    try:
+        if isinstance(value, Optimizer):
+            return [value]
+    except ReferenceError:  # a weak proxy of what is gone, somewhere in the program's objects
+        return []
+    within = entries_of(value) if depth else None
+    entries = attributes_of(value) if depth and within is None else within
+    if entries is None:
+        return []
+    few = _FEW if within is None or depth == _DEPTH else _FEW_WITHIN
+    first = [*islice(entries, few)]  # at once, as a thread may add some
+    found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
+    return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]

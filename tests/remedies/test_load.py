@@ -99,16 +99,16 @@ def test_of_an_optimizer_around_another_the_inner_one_is_loaded(url):
 
 
 class Holder:
-    """Has a list of optimizers; of one as an attribute the state comes back."""
+    """Has optimizers where nobody finds them; of those that are attributes, or in lists that are, state comes back."""
 
     def __init__(self, optimizer):
-        self.optimizers = [optimizer]
+        self.optimizers = lambda: [optimizer]
 
     def state_dict(self):
-        return {"optimizers": [each.state_dict() for each in self.optimizers]}
+        return {"optimizers": [each.state_dict() for each in self.optimizers()]}
 
     def load_state_dict(self, state):
-        for each, own in zip(self.optimizers, state["optimizers"], strict=True):
+        for each, own in zip(self.optimizers(), state["optimizers"], strict=True):
             each.load_state_dict(own)
 
 

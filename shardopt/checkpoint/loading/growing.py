@@ -24,7 +24,7 @@ from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.loading.names import Names, stored_paths
 from shardopt.checkpoint.loading.options import Strictness
 from shardopt.errors import Problem
-from shardopt.state.paths import Path, is_below, join, keys_below, lists_differ, lists_with_gaps, nest
+from shardopt.state.paths import PARAM_GROUPS, Path, is_below, join, keys_below, lists_differ, lists_with_gaps, nest
 from shardopt.state.state import FlatState, Leaf
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -159,8 +159,19 @@ def with_places(
             for path, those in lists_with_gaps([*parts, *there.values()]).items()
         ]
         gone = [key for key in gone if key not in leaves]
+        if is_below(root, *(each.path for each in flat.targets)):
+            problems += _named_states(root, there.values())
         growing.append(Growing(flat.plain[root][1], parts, gone, problems))
     return replace(flat, leaves=leaves), replace(names, chosen=frozenset(chosen)), growing
+
+
+def _named_states(root: Path, paths: Iterable[Path]) -> list[Problem]:
+    """Returns the problem of an optimizer's state in a part of an object: it would get names in place of numbers."""
+    if not any(path[-2:-1] == (PARAM_GROUPS,) and type(path[-1]) is str for path in paths):
+        return []
+    found, required = "the state of an optimizer, by the names of its parameters", "an optimizer in this object"
+    remedy = "make the optimizers of the object before the load, not in its load_state_dict"
+    return [Problem(join(root), found, required, remedy)]
 
 
 def warn_of_gone(growing: Iterable[Growing]) -> None:

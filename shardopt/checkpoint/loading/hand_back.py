@@ -82,14 +82,14 @@ def hand_back(loaded: Sequence[RestoreTarget], lenient: bool) -> None:
         try:
             with keeping_groups_and_dtypes(target.object):
                 _give(target.taker, target.filled_state(), lenient)
-                for fused, kernel in kernels_in(target.object):
-                    if has_other_rate(fused, kernel):
-                        fused.zero_grad()  # gives the kernel the rate of its group; it has no gradients
         except Exception as error:
             told = _refusal(error, loaded, number)
             if told is error:
                 raise
             raise told from error
+    for fused, kernel in (pair for each in loaded for pair in kernels_in(each.object)):
+        if has_other_rate(fused, kernel):
+            fused.zero_grad()  # gives the kernel the rate of its group; it has no gradients
 
 
 def _give(taker: Any, state: Any, lenient: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -13,19 +13,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardopt.runtime.torch_private import around_loads
-from shardopt.state.containers import attributes_of, entries_of
 from shardopt.state.param_groups import PARAMS
 from shardopt.state.paths import PARAM_GROUPS, STATE
 from shardopt.state.state import PartialStateful
+from shardopt.state.trainer_optimizers import optimizers_within
 
 STEP = "step"
 """An entry of whose dtype torch takes care itself."""
-_FEW = 64
-"""Of as many entries a container shows whether it has optimizers; one with data may have millions."""
-_FEW_WITHIN = 16
-"""Of as many a container within another one shows it."""
-_DEPTH = 3
-"""So many containers and objects may be around an optimizer, each within the next."""
 
 
 @contextmanager
@@ -40,26 +34,25 @@ def keeping_groups_and_dtypes(loaded: Any) -> Iterator[None]:
     load goes on, or a hook of the program's runs, state has its dtypes already.
     """
     with ExitStack() as after_load:
-        for each in _with_inner(loaded) if _may_load_others(loaded) else ():
-            if isinstance(loaded, Optimizer):
-                vars(each)["__setstate__"] = partial(_set_state, each)  # by which loads end, torch's and others'
-                after_load.callback(_by_class_again, each)
-            if isinstance(each, Optimizer) and not isinstance(each, PartialStateful):
+        for each in _optimizers_of(loaded):
+            vars(each)["__setstate__"] = partial(_set_state, each)  # by which loads end, torch's and others'
+            after_load.callback(_by_class_again, each)
+            if not isinstance(each, PartialStateful):
                 given: dict[str, Any] = {}
                 for hook in around_loads(each, partial(_note, given), partial(_put_back, given)):
                     after_load.callback(hook.remove)
         yield
 
 
-def _may_load_others(loaded: Any) -> bool:
-    """Whether the load of an object may be one of torch's optimizers, or call one: neither keyed ones nor modules do.
+def _optimizers_of(loaded: Any) -> list[Optimizer]:
+    """Returns the optimizers whose load that of an object may be, or call: none for keyed ones and modules.
 
-    A module may whose class loads extra state.
+    A module may call some if its class loads extra state.
     """
     if isinstance(loaded, Optimizer):
-        return not isinstance(loaded, PartialStateful)
+        return [] if isinstance(loaded, PartialStateful) else [loaded, *optimizers_within(loaded)]
     own = (getattr(getattr(loaded, name, None), "__func__", None) for name in ("load_state_dict", "set_extra_state"))
-    return hasattr(loaded, "__dict__") and tuple(own) != (Module.load_state_dict, Module.set_extra_state)
+    return [] if tuple(own) == (Module.load_state_dict, Module.set_extra_state) else optimizers_within(loaded)
 
 
 def _note(given: dict[str, Any], _: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -138,41 +131,10 @@ def _take_written(
     if before and not any(written) and len(old) == len(before):
         return
     own = {*map(id, kept)} if before else set()
-    shares = any(id(group) in own for each in _with_inner(optimizer)[1:] for group in each.param_groups)
+    shares = any(id(group) in own for each in optimizers_within(optimizer) for group in each.param_groups)
     for group, values, changes in zip(kept, old, written, strict=False):
         if not shares:
             group.clear()
         group.update(changes if shares else values)
     kept[len(old) :] = []
     kept += old[len(kept) :]
-
-
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns an optimizer, and those that it has as attributes or in containers and objects that are attributes.
-
-    Another object may be given too.
-    """
-    found, seen = [optimizer], {id(optimizer)}
-    for each in found:  # it grows
-        for inner in chain.from_iterable(_optimizers_in(value, _DEPTH) for value in [*vars(each).values()]):
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                found.append(inner)
-    return found
-
-
-def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
-    """Returns an optimizer itself, or those in a container or an object of the program's."""
-    try:
-        if isinstance(value, Optimizer):
-            return [value]
-    except ReferenceError:  # a weak proxy of what is gone, somewhere in the program's objects
-        return []
-    within = entries_of(value) if depth else None
-    entries = attributes_of(value) if depth and within is None else within
-    if entries is None:
-        return []
-    few = _FEW if within is None or depth == _DEPTH else _FEW_WITHIN
-    first = [*islice(entries, few)]  # at once, as a thread may add some
-    found = [inner for each in first for inner in _optimizers_in(each, depth - 1)]
-    return found + [inner for each in (entries if found else ()) for inner in _optimizers_in(each, depth - 1)]

@@ -293,18 +293,18 @@ def test_nothing_stays_of_objects_of_the_program_that_are_gone(tmp_path):
 
 
 class Trainer:
-    """Saves its optimizers' states as they are. One that is an attribute is found there."""
+    """Saves its optimizers' states as they are. Those that are in a list of its own are found there."""
 
     def __init__(self, optimizer, is_attribute):
-        self.optimizers = [optimizer]
+        self.optimizers = lambda: [optimizer]
         if is_attribute:
-            self.optimizer = optimizer
+            self.own = self.optimizers()
 
     def state_dict(self):
-        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizers[0].state_dict()}
+        return {"hooks": [{"losses": [0.5]}], "optimizer": self.optimizers()[0].state_dict()}
 
     def load_state_dict(self, state):
-        self.optimizers[0].load_state_dict(state["optimizer"])
+        self.optimizers()[0].load_state_dict(state["optimizer"])
 
 
 class CopyingTrainer(Trainer):

@@ -38,16 +38,30 @@ def fused_app(rate, algorithm="EXACT_ROWWISE_ADAGRAD"):
     return {"model": {"table": table}, "optimizer": Combined([fused]), "step": 0}, fused
 
 
+class Trainer:
+    """Has the optimizer's state as a part of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 @pytest.fixture
 def fbgemm(monkeypatch):
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", sys)
 
 
-def test_a_load_gives_kernels_the_rates_of_their_groups(tmp_path, fbgemm):
+@pytest.mark.parametrize("around", [lambda optimizer: optimizer, Trainer])
+def test_a_load_gives_kernels_the_rates_of_their_groups(tmp_path, fbgemm, around):
     app, fused = fused_app(0.5)
-    checkpoint.save(tmp_path / "c", app)
+    checkpoint.save(tmp_path / "c", {**app, "optimizer": around(app["optimizer"])})
     app, fused = fused_app(0.1)
-    checkpoint.load(tmp_path / "c", app)
+    checkpoint.load(tmp_path / "c", {**app, "optimizer": around(app["optimizer"])})
     assert fused.param_groups[0]["lr"] == fused._emb_module.rate == 0.5
 
 
