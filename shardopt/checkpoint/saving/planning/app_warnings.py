@@ -119,7 +119,7 @@ class AppWarnings:
             if is_due and check.warns(found, step):
                 self._told.add(check)
         self._compare_rates(found, warns=True)
-        with harmless():  # not all that gradients may be has each operation
+        with _harmless():  # not all that gradients may be has each operation
             self._mid_step.look(optimizers_in(found))
         return self._in_eval.look(found, is_saved=True) or None
 

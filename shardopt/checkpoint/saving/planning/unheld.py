@@ -184,9 +184,9 @@ def warn_of_hidden_optimizers(found: Found) -> bool:
     hiding = [path for path, each in found if _is_noted(each) and _saved[id(each)].hides_optimizer]
     for path in hiding:
         _log.warning(
-            "%s saves the state of an optimizer that is neither in the app nor among its attributes: a restore in a new "
-            "process is refused unless that state was made before. Add the optimizer to the app too, under a key of "
-            "its own [optimizer-state]",
+            "%s saves the state of an optimizer that is neither in the app nor among its attributes: a restore in a "
+            "new process is refused unless that state was made before. Add the optimizer to the app too, under a key "
+            "of its own [optimizer-state]",
             join(path),
         )
     return bool(hiding)
