@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Adagrad, Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -41,7 +40,9 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
     its user sees, and torch's global hooks would run a second time with an optimizer that nobody knows.
     """
     step = optimizer.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps sets it on every hooked step
+    while getattr(step, "hooked", False):  # twice where torch.compile, once it is loaded, has put another around it
+        step = step.__wrapped__  # type: ignore[attr-defined]  # functools.wraps sets it on every hooked step
+    return step
 
 
 def without_hooks(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -383,7 +384,7 @@ def has_modes() -> bool:
     return set_by_function or torch._C._is_any_autocast_enabled() or torch.is_inference_mode_enabled()
 
 
-def in_eval(module: Module) -> list[str] | None:
+def in_eval(module: torch.nn.Module) -> list[str] | None:
     """Returns the names of parts of a module whose leaves are all in `eval()`; None if all of its own are."""
     found, trains = list[str](), False
     for name, child in module._modules.items():

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import wraps
 
 import pytest
 import torch
@@ -128,6 +129,16 @@ def test_torchs_way_of_gathering_is_known_once_the_compiler_is_loaded():
     """Which wraps it, and is loaded for good."""
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert gathers_as_torch(torch.optim.AdamW([torch.ones(2)]))
+
+
+def test_a_step_that_the_compiler_has_wrapped_is_found_without_hooks():
+    """Once it is loaded, it puts a wrapper with the same attributes around SparseAdam's, which has hooks by then."""
+    torch.optim.SparseAdam([torch.zeros(1, 1)])
+
+    class Wrapped(torch.optim.SparseAdam):
+        step = wraps(torch.optim.SparseAdam.step)(lambda self: None)
+
+    assert not hasattr(step_without_hooks(Wrapped), "hooked")
 
 
 @pytest.mark.parametrize("spec", [spec for spec in WITH_INIT_GROUP if spec.elementwise], ids=lambda spec: spec.name)
