@@ -33,9 +33,16 @@ def entries_of(value: Any) -> Iterator[Any] | None:
 
 
 def attributes_of(value: Any) -> Iterator[Any] | None:
-    """Returns the attributes of an object of a program's; None if this is a class, a module, a tensor or has none."""
-    is_other = isinstance(value, Tensor | Module | ModuleType | type) or not hasattr(value, "__dict__")
-    return None if is_other else iter(vars(value).values())
+    """Returns the attributes of an object of a program's; None if this is a class, a module, a tensor or has none.
+
+    Asks the object for nothing: a weak proxy of what is gone has no answer.
+    """
+    if issubclass(type(value), Tensor | Module | ModuleType | type):
+        return None
+    try:
+        return iter(object.__getattribute__(value, "__dict__").values())
+    except AttributeError:
+        return None
 
 
 def shallow(node: Any, seen: set[int]) -> Any:

@@ -315,11 +315,8 @@ def optimizers_within(node: Any) -> list[Optimizer]:
 
 def _optimizers_in(value: Any, depth: int) -> list[Optimizer]:
     """Returns an optimizer itself, or those in a container or an object of the program's."""
-    try:
-        if isinstance(value, Optimizer):
-            return [value]
-    except ReferenceError:  # a weak proxy of what is gone, somewhere in the program's objects
-        return []
+    if issubclass(type(value), Optimizer):  # by the type, as a weak proxy of what is gone answers nothing else
+        return [value]
     within = entries_of(value) if depth else None
     entries = attributes_of(value) if depth and within is None else within
     if entries is None:
