@@ -62,7 +62,8 @@ def small_app():
 
 
 def step(app):
-    app["model"](torch.ones(1, 2)).sum().backward()
+    for each in app["model"].parameters():  # no backward, which torch 2.11 forbids in a fork
+        each.grad = torch.ones_like(each)
     app["optimizer"].step()
 
 
