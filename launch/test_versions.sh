@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests on the versions of torch that are followed: the oldest, with which all else is tested, and the newest that
-# can be had; one environment after the other. Each takes gigabytes, so CI does not run it. Arguments go to pytest.
+# Runs the tests on the versions of torch that are followed: the oldest, that with which all else is tested, and the newest
+# that can be had; one environment after the other. Each takes gigabytes, so CI does not run it. Arguments go to pytest.
 #   bash launch/test_versions.sh
 #   TORCH="2.14.0 newest" bash launch/test_versions.sh                                     others
 #   TORCH_INDEX=https://download.pytorch.org/whl/cpu bash launch/test_versions.sh          from another index, as for CPUs
@@ -11,7 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh # for its Python
 index=(${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"})
 failed=()
-for version in ${TORCH:-2.13.0 newest}; do
+for version in ${TORCH:-2.11.0 2.13.0 newest}; do
     folder=out/versions/$version
     wanted=$(cat pyproject.toml configs/constraints.txt launch/test_versions.sh | sha256sum)
     if [[ $version == newest || ! -f $folder/made-from || $(<"$folder/made-from") != "$wanted" ]]; then
