@@ -40,9 +40,10 @@ def attributes_of(value: Any) -> Iterator[Any] | None:
     if issubclass(type(value), Tensor | Module | ModuleType | type):
         return None
     try:
-        return iter(object.__getattribute__(value, "__dict__").values())
+        attributes: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return None
+    return iter(attributes.values())
 
 
 def shallow(node: Any, seen: set[int]) -> Any:
