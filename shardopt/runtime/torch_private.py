@@ -1,6 +1,6 @@
 """All private API that shardopt uses of torch.optim and of torch's modes; for gradients see `torch_gradients.py`.
 
-Each is present and behaves alike in torch 2.11 to 2.15; a test of each fails by name where a later torch differs.
+Each is present in torch 2.11, 2.12, 2.13 and 2.15; a test of each fails by name where a later torch differs.
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ def _asked(node: Stateful, plain_module: bool, path: Path) -> RestoreTarget:
         return RestoreTarget(path, inner, taker, node, state)
     if plain_module:
         # With keep_vars a module gives its very parameters, which its load_state_dict copies onto themselves for free.
-        return RestoreTarget(path, node, node, node, node.state_dict(keep_vars=True))  # type: ignore[call-arg]
+        state = node.state_dict(keep_vars=True)  # type: ignore[call-arg]  # a Module's
+        return RestoreTarget(path, node, node, node, state)
     own = state_with_optimizers(node, path)
     if isinstance(own, StateWithin):
         return RestoreTarget(path, unwrapped(own.optimizer, path), node, own.optimizer, own)

@@ -27,7 +27,7 @@ def write_beside_training(writes: RankWrites, write: Callable[[], T]) -> T:
     done: Future[T] = world().future()
 
     def run() -> None:
-        world().lower_priority(13)  # and its helpers: at 10 they took a quarter of a busy core together
+        world().lower_priority(13)  # at 10 it and its helpers ran for an eighth of a step on busy cores
         try:
             done.set_result(write())
         except BaseException as error:
